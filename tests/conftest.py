@@ -41,7 +41,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 # Servers that are started once for all tests that only send them requests.
-SHARED_SERVERS = ("triton", "paced_triton", "cog_server", "paced_cog_server", "openai_server")
+SHARED_SERVERS = ("cog_server", "paced_cog_server")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-from tests.support import Server
+from tests.support import CogServer, Server
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,6 +58,20 @@ class OpenAIServer(Server):
 
     def stream(self, **fields: Any) -> AbstractContextManager[Iterator[Any]]:
         return streamed_chat(self.url, **fields)
+
+
+class OpenAIBesideCog(OpenAIServer):
+    """OpenAI's API of a Cog server that has OPENAI_PORT, which starts and ends with that server."""
+
+    def __init__(self, cog: CogServer) -> None:
+        self.port = int(cog.environment["OPENAI_PORT"])
+        self.address = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.address}"
+        self.metrics_port = cog.metrics_port
+        self.engine = cog.engine
+        self.environment = cog.environment
+        self.log = cog.log
+        self.process = cog.process
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

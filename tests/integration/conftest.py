@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
 from cog_triton.deployment.restart_policy import STARVED
 from cog_triton.errors import TritonStartError
 from cog_triton.repository.fill import fill_repository
-from cog_triton.server.command import Launch
+from cog_triton.server.command import Endpoints, Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from tests.openai_server import OpenAIServer
-from tests.support import CogServer, EngineCounters, free_port
+from tests.openai_server import OpenAIBesideCog, OpenAIServer
+from tests.support import CogServer, EngineCounters, free_port, started_by
 
 if TYPE_CHECKING:
     import openai
@@ -79,32 +82,45 @@ def engine_name(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--engine"))
 
 
-@pytest.fixture(scope="session")
-def triton(
-    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    """Triton with the demo model, by the ensembles and by BLS."""
-    settings = settings_for(demo_model, ENGINE=engine_name)
-    directory = tmp_path_factory.mktemp("triton")
-    with running(make_server(settings, directory, {"tensorrt_llm_bls": {}})) as server:
-        yield server
+@dataclass(frozen=True)
+class SharedTriton:
+    """The Triton of a Cog server, for tests that only send it requests."""
+
+    cog: CogServer
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self.cog.endpoints
+
+    @property
+    def guard_pid(self) -> int:
+        """Id of the process that starts and ends tritonserver."""
+        (pid,) = started_by(self.cog.process.pid, "server/guard.py")
+        return pid
+
+    @property
+    def shm_prefix(self) -> str:
+        """What the names of the server's shared memory begin with."""
+        arguments: list[str] = psutil.Process(self.guard_pid).cmdline()
+        script = next(place for place, text in enumerate(arguments) if text.endswith("guard.py"))
+        return arguments[script + 2]
+
+    def is_ready(self) -> bool:
+        url = f"http://{self.endpoints.http}/v2/health/ready"
+        return httpx.get(url, trust_env=False).status_code == 200
 
 
-@pytest.fixture(scope="session")
-def paced_triton(
-    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    """Triton with the simulated engine, at PACE_MS a token."""
-    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS=str(PACE_MS))
-    with running(make_server(settings, tmp_path_factory.mktemp("paced"))) as server:
-        yield server
+Triton: TypeAlias = TritonServer | SharedTriton
 
 
 @pytest.fixture(scope="session")
 def cog_server(
     demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """Cog with the demo model, and Triton's own ports and BLS beside it."""
+    """Cog with the demo model, OpenAI's API beside it, and Triton's ports and BLS.
+
+    The one start for all tests that only send requests to an engine that computes.
+    """
     directory = tmp_path_factory.mktemp("cog")
     (directory / "config.yaml").write_text("server:\n  tensorrt_llm_bls:\n")
     environment = {
@@ -112,40 +128,51 @@ def cog_server(
         "ENGINE": engine_name,
         "COG_TRITON_CONFIG": str(directory / "config.yaml"),
         "REPLICATE_LIST_TOKEN": LIST_TOKEN,
-        "TRITON_HTTP_PORT": str(free_port()),
-        "TRITON_GRPC_PORT": str(free_port()),
     }
-    with CogServer(environment, directory / "log") as server:
+    with CogServer({**environment, **every_port()}, directory / "log") as server:
         server.wait_until_ready()
         yield server
+    assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture(scope="session")
 def paced_cog_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """Cog with OpenAI's API beside it and the simulated engine, at PACE_MS a token."""
+    """As ``cog_server``, with the simulated engine at PACE_MS a token."""
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": "simulated",
         "SIMULATED_INTER_TOKEN_MS": str(PACE_MS),
-        "OPENAI_PORT": str(free_port()),
-        "TRITON_GRPC_PORT": str(free_port()),
     }
-    with CogServer(environment, tmp_path_factory.mktemp("paced_cog") / "log") as server:
+    log = tmp_path_factory.mktemp("paced_cog") / "log"
+    with CogServer({**environment, **every_port()}, log) as server:
         server.wait_until_ready()
         yield server
 
 
+def every_port() -> dict[str, str]:
+    """Return settings that open OpenAI's API and the ports of Triton."""
+    names = ("OPENAI_PORT", "TRITON_HTTP_PORT", "TRITON_GRPC_PORT")
+    return {name: str(free_port()) for name in names}
+
+
 @pytest.fixture(scope="session")
-def openai_server(
-    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OpenAIServer]:
+def triton(cog_server: CogServer) -> SharedTriton:
+    """Triton with the demo model, by the ensembles and by BLS."""
+    return SharedTriton(cog_server)
+
+
+@pytest.fixture(scope="session")
+def paced_triton(paced_cog_server: CogServer) -> SharedTriton:
+    """Triton with the simulated engine, at PACE_MS a token."""
+    return SharedTriton(paced_cog_server)
+
+
+@pytest.fixture(scope="session")
+def openai_server(cog_server: CogServer) -> OpenAIServer:
     """OpenAI's API with the demo model."""
-    log = tmp_path_factory.mktemp("openai") / "log"
-    with OpenAIServer({"MODEL": str(demo_model), "ENGINE": engine_name}, log) as server:
-        yield server
-    assert "Traceback" not in log.read_text()
+    return OpenAIBesideCog(cog_server)
 
 
 @pytest.fixture
@@ -154,7 +181,14 @@ def server(openai_server: OpenAIServer) -> OpenAIServer:
     return openai_server
 
 
-def engine_counters(server: TritonServer) -> EngineCounters:
+def attached(triton: Triton, model: Path, log: Path, **environment: str) -> OpenAIServer:
+    """Return OpenAI's API, in a process of its own, for a Triton that runs already."""
+    endpoint = f"http://{triton.endpoints.grpc}"
+    options = ["--triton-endpoint", endpoint, "--tokenizer", str(model)]
+    return OpenAIServer(environment, log, *options, "--served-model-name", "demo")
+
+
+def engine_counters(server: Triton) -> EngineCounters:
     return EngineCounters(server.endpoints.metrics)
 
 

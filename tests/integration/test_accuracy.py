@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.server.tritonserver import TritonServer
+from tests.integration.conftest import Triton
 from tests.support import ROOT, script
 
 DEMO = ROOT / "examples" / "summarize" / "demo.jsonl"
@@ -21,7 +21,8 @@ def summarize(model: Path, *flags: str) -> tuple[subprocess.CompletedProcess[str
     return done, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
 
 
-def test_a_running_triton(triton: TritonServer, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.rare
+def test_a_running_triton(triton: Triton, demo_model: Path, tmp_path: Path) -> None:
     done, report = summarize(
         demo_model,
         *(f"--grpc-url={triton.endpoints.grpc}", "--check_accuracy", "--leading_threshold=1"),
@@ -55,7 +56,7 @@ def test_an_engine_that_the_script_starts(demo_model: Path) -> None:
 
 
 @pytest.mark.rare
-def test_an_engine_that_says_something_else(paced_triton: TritonServer, demo_model: Path) -> None:
+def test_an_engine_that_says_something_else(paced_triton: Triton, demo_model: Path) -> None:
     done, report = summarize(
         demo_model,
         *(f"--grpc-url={paced_triton.endpoints.grpc}", "--output_len=30", "--max_ite=1"),
@@ -68,6 +69,7 @@ def test_an_engine_that_says_something_else(paced_triton: TritonServer, demo_mod
     assert f"not accurate enough: {first}" in done.stderr
 
 
+@pytest.mark.rare
 def test_an_engine_that_cannot_be_reached(demo_model: Path) -> None:
     done, _ = summarize(demo_model, "--test_trt_llm", "--grpc-url=127.0.0.1:1", "--max_ite=1")
     assert done.returncode == 2

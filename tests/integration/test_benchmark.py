@@ -56,6 +56,7 @@ def test_every_target_in_turns(demo_model: Path, tmp_path: Path) -> None:
     assert "Plotly" in (tmp_path / "benchmark.html").read_text()
 
 
+@pytest.mark.rare
 def test_a_running_server(paced_cog_server: CogServer, demo_model: Path, tmp_path: Path) -> None:
     url = paced_cog_server.url.removeprefix("http://")  # as genai-perf is given it
     [result] = results_of(run(tmp_path, "--url", url, "--tokenizer", str(demo_model)))

@@ -12,7 +12,7 @@ import pytest
 from cog_triton.deployment.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters, make_server, running, settings_for
+from tests.integration.conftest import Triton, engine_counters, make_server, running, settings_for
 from tests.integration.test_ensemble import BLS, MULTI_BYTE, generate, generate_stream, texts
 from tests.support import load_cases, wait_until
 from tools.demo_model.corpus import PAIRS
@@ -33,7 +33,7 @@ def accumulating(demo_model: Path, tmp_path: Path) -> Iterator[TritonServer]:
         yield server
 
 
-def stream(triton: TritonServer, **body: Any) -> Iterator[dict[str, Any]]:
+def stream(triton: Triton, **body: Any) -> Iterator[dict[str, Any]]:
     return generate_stream(triton, BLS, **body)
 
 
@@ -52,12 +52,13 @@ def cut_inside_a_character(tokenizer: Tokenizer) -> tuple[str, int, str]:
 
 
 @pytest.mark.parametrize("body", load_cases(__file__, "bls.yaml"))
-def test_a_reply_is_the_ensembles(triton: TritonServer, body: dict[str, Any]) -> None:
+def test_a_reply_is_the_ensembles(triton: Triton, body: dict[str, Any]) -> None:
     expected = generate(triton, text_input=QUESTION, **body)
     expected = {name: value for name, value in expected.items() if name not in ENSEMBLES_OWN}
     assert generate(triton, BLS, text_input=QUESTION, **body) == {**expected, "model_name": BLS}
 
 
+@pytest.mark.rare
 def test_accumulated_texts_grow(accumulating: TritonServer, tokenizer: Tokenizer) -> None:
     for question, answer in (PAIRS[0], *MULTI_BYTE):
         found = texts(stream(accumulating, text_input=question, max_tokens=500))
@@ -74,7 +75,7 @@ def test_accumulated_texts_grow(accumulating: TritonServer, tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["a stop", "a disconnect"])
-def test_what_ends_a_stream_ends_it_in_the_engine(triton: TritonServer, is_stopped: bool) -> None:
+def test_what_ends_a_stream_ends_it_in_the_engine(triton: Triton, is_stopped: bool) -> None:
     engine = engine_counters(triton)
     stopped = engine["stopped"]
     with closing(stream(triton, id="to-stop", **ENDLESS)) as events:  # type: ignore[type-var]

@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -69,17 +68,9 @@ class Apis:
 
 
 @pytest.fixture(scope="module")
-def apis(
-    cog_server: CogServer,
-    demo_model: Path,
-    tokenizer: Tokenizer,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Apis]:
-    http, grpc = cog_server.endpoints.http, cog_server.endpoints.grpc
-    attached = ("--triton-endpoint", f"http://{grpc}", "--tokenizer", str(demo_model))
-    log = tmp_path_factory.mktemp("apis") / "log"
-    with OpenAIServer({}, log, *attached, "--served-model-name", "demo") as openai:
-        yield Apis(cog_server, openai, http, grpc, tokenizer)
+def apis(cog_server: CogServer, openai_server: OpenAIServer, tokenizer: Tokenizer) -> Apis:
+    endpoints = cog_server.endpoints
+    return Apis(cog_server, openai_server, endpoints.http, endpoints.grpc, tokenizer)
 
 
 def kserve_grpc(apis: Apis, case: Case) -> Answer:

@@ -15,9 +15,8 @@ import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
 from cog_triton.protocol.parameters import ids_text
-from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters
+from tests.integration.conftest import Triton, engine_counters
 from tests.support import metrics, wait_until
 from tools.demo_model.corpus import PAIRS
 
@@ -27,13 +26,13 @@ Events = Iterator[dict[str, Any]]
 MULTI_BYTE = [pair for pair in PAIRS if not pair.answer.isascii()]
 
 
-def generate(triton: TritonServer, model: str = "ensemble", /, **body: Any) -> dict[str, Any]:
+def generate(triton: Triton, model: str = "ensemble", /, **body: Any) -> dict[str, Any]:
     url = f"http://{triton.endpoints.http}/v2/models/{model}/generate"
     found: dict[str, Any] = httpx.post(url, json=body, trust_env=False).json()
     return found
 
 
-def generate_stream(triton: TritonServer, model: str = "ensemble", /, **body: Any) -> Events:
+def generate_stream(triton: Triton, model: str = "ensemble", /, **body: Any) -> Events:
     """The events as they come; closing it disconnects."""
     url = f"http://{triton.endpoints.http}/v2/models/{model}/generate_stream"
     asked = {"stream": True, **body}
@@ -48,7 +47,7 @@ def texts(events: Events) -> list[str]:
     return [event["text_output"] for event in events]
 
 
-def test_the_readmes_curl_request(triton: TritonServer, tokenizer: Tokenizer) -> None:
+def test_the_readmes_curl_request(triton: Triton, tokenizer: Tokenizer) -> None:
     reply = generate(triton, text_input=QUESTION, max_tokens=20, bad_words="", stop_words="")
     expected = tokenizer(ANSWER, add_special_tokens=False).input_ids[:20]
     assert reply["text_output"] == tokenizer.decode(expected)
@@ -63,7 +62,7 @@ def test_the_readmes_curl_request(triton: TritonServer, tokenizer: Tokenizer) ->
     assert reply["context_logits"] == reply["generation_logits"] == 0.0
 
 
-def test_log_probabilities_and_a_minimum_length_by_its_old_name(triton: TritonServer) -> None:
+def test_log_probabilities_and_a_minimum_length_by_its_old_name(triton: Triton) -> None:
     body = {"max_tokens": 120, "min_length": 100, "return_log_probs": True}
     reply = generate(triton, text_input=QUESTION, **body)
     log_probs = reply["output_log_probs"]
@@ -72,7 +71,7 @@ def test_log_probabilities_and_a_minimum_length_by_its_old_name(triton: TritonSe
     assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), rel=1e-4)
 
 
-def test_what_ends_an_output_or_does_not_occur(triton: TritonServer, tokenizer: Tokenizer) -> None:
+def test_what_ends_an_output_or_does_not_occur(triton: Triton, tokenizer: Tokenizer) -> None:
     def ask(**body: Any) -> dict[str, Any]:
         words = {"bad_words": "", "stop_words": "", **body}
         return generate(triton, text_input=QUESTION, max_tokens=500, **words)
@@ -91,7 +90,7 @@ def test_what_ends_an_output_or_does_not_occur(triton: TritonServer, tokenizer: 
 
 @pytest.mark.parametrize("model", ["ensemble", BLS])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_stop_words_are_found_in_the_text(triton: TritonServer, model: str, streams: bool) -> None:
+def test_stop_words_are_found_in_the_text(triton: Triton, model: str, streams: bool) -> None:
     """Wherever tokens begin and end: every part of the answer stops it, as its first place has it."""
     for start, end in [(0, 1), (3, 6), (7, 22), (10, 11), (30, 37), (len(ANSWER) - 1, len(ANSWER))]:
         word = ANSWER[start:end]
@@ -103,7 +102,7 @@ def test_stop_words_are_found_in_the_text(triton: TritonServer, model: str, stre
         assert text == ANSWER[: ANSWER.index(word) + len(word)]
 
 
-def test_parameters_may_be_nested(triton: TritonServer) -> None:
+def test_parameters_may_be_nested(triton: Triton) -> None:
     """As the Phi-3 guide sends them."""
     parameters = {"max_tokens": 256, "bad_words": [""], "stop_words": [""]}
     assert generate(triton, text_input=QUESTION, parameters=parameters)["text_output"] == ANSWER
@@ -112,7 +111,7 @@ def test_parameters_may_be_nested(triton: TritonServer) -> None:
 @pytest.mark.parametrize("model", ["ensemble", BLS])
 @pytest.mark.parametrize("place", [0, 5], ids=["at once", "later"])
 def test_a_requests_end_token_is_in_no_text(
-    triton: TritonServer, tokenizer: Tokenizer, model: str, place: int
+    triton: Triton, tokenizer: Tokenizer, model: str, place: int
 ) -> None:
     ids = tokenizer(ANSWER, add_special_tokens=False).input_ids
     before_end = tokenizer.decode(ids[: ids.index(ids[place])])
@@ -122,7 +121,7 @@ def test_a_requests_end_token_is_in_no_text(
 
 
 def test_seeds_and_least_lengths_of_the_engines_model_by_their_old_names(
-    triton: TritonServer, tokenizer: Tokenizer
+    triton: Triton, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer(QUESTION).input_ids
     prompt = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 40}
@@ -141,7 +140,7 @@ def test_seeds_and_least_lengths_of_the_engines_model_by_their_old_names(
 
 @pytest.mark.parametrize("model", ["ensemble", BLS])
 @pytest.mark.parametrize("pair", [PAIRS[0], *MULTI_BYTE], ids=lambda pair: pair.question[:30])
-def test_streamed_texts_join_to_the_answer(triton: TritonServer, model: str, pair: Any) -> None:
+def test_streamed_texts_join_to_the_answer(triton: Triton, model: str, pair: Any) -> None:
     body = {"text_input": pair.question, "max_tokens": 500}
     pieces = texts(generate_stream(triton, model, **body))
     assert "".join(pieces) == pair.answer
@@ -149,7 +148,7 @@ def test_streamed_texts_join_to_the_answer(triton: TritonServer, model: str, pai
     assert texts(generate_stream(triton, model, **body, stream=False)) == [pair.answer]
 
 
-def test_sampling_follows_the_seed_under_its_new_and_its_old_name(triton: TritonServer) -> None:
+def test_sampling_follows_the_seed_under_its_new_and_its_old_name(triton: Triton) -> None:
     body = {"text_input": QUESTION, "max_tokens": 30, "temperature": 1000.0, "top_p": 1.0}
     answers = [
         generate(triton, **body, **seed)["text_output"]
@@ -160,7 +159,7 @@ def test_sampling_follows_the_seed_under_its_new_and_its_old_name(triton: Triton
     assert answers[4] == answers[5]  # TensorRT-LLM's default
 
 
-def test_what_is_no_input_goes_as_a_parameter(triton: TritonServer, tokenizer: Tokenizer) -> None:
+def test_what_is_no_input_goes_as_a_parameter(triton: Triton, tokenizer: Tokenizer) -> None:
     """A prompt of token ids, a bias of logits by ids, and no special tokens."""
     ids = tokenizer(QUESTION).input_ids
     body = {"text_input": "", "max_tokens": 500, "prompt_ids": ids_text(ids)}
@@ -174,7 +173,7 @@ def test_what_is_no_input_goes_as_a_parameter(triton: TritonServer, tokenizer: T
     assert generate(triton, **counted)["num_input_tokens"] == len(ids) - 1
 
 
-def test_the_prompt_comes_back_when_asked_for(triton: TritonServer) -> None:
+def test_the_prompt_comes_back_when_asked_for(triton: Triton) -> None:
     reply = generate(triton, text_input=QUESTION, max_tokens=500, exclude_input_in_output=False)
     assert reply["text_output"].endswith(ANSWER)
     assert reply["text_output"].startswith(QUESTION)
@@ -223,7 +222,7 @@ def rows(*prompts: str) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def test_perf_metrics_are_in_every_response_of_a_stream(triton: TritonServer) -> None:
+def test_perf_metrics_are_in_every_response_of_a_stream(triton: Triton) -> None:
     """As with TensorRT-LLM's backend: its clients read them of each, and the last token's time is
     known at the end only."""
     body = {"text_input": QUESTION, "max_tokens": 20, "return_perf_metrics": True}
@@ -238,7 +237,7 @@ def test_perf_metrics_are_in_every_response_of_a_stream(triton: TritonServer) ->
     assert all("acceptance_rate" in response for response in responses)
 
 
-def test_postprocessing_passes_log_probabilities_and_logits_through(triton: TritonServer) -> None:
+def test_postprocessing_passes_log_probabilities_and_logits_through(triton: Triton) -> None:
     """end_to_end_test.py of NVIDIA's v0.8 to v0.13 gives it all of them, and compares what comes back."""
     made = {
         "CUM_LOG_PROBS": np.array([[-1.5]], np.float32),
@@ -258,7 +257,7 @@ def test_postprocessing_passes_log_probabilities_and_logits_through(triton: Trit
         assert np.array_equal(response[f"OUT_{name}"], value)
 
 
-def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
+def test_a_long_prompt_keeps_nobody_waiting(paced_triton: Triton) -> None:
     """It is tokenized for seconds; the others' are answered meanwhile."""
     url = f"http://{paced_triton.endpoints.http}/v2/models/preprocessing/infer"
     length = {"name": "REQUEST_OUTPUT_LEN", "shape": [1, 1], "datatype": "INT32", "data": [5]}
@@ -278,7 +277,7 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
     assert answered > 5
 
 
-def test_a_client_of_ids_gets_nothing_else(triton: TritonServer, tokenizer: Tokenizer) -> None:
+def test_a_client_of_ids_gets_nothing_else(triton: Triton, tokenizer: Tokenizer) -> None:
     count = 'nv_inference_count{model="postprocessing",version="1"}'
     before = metrics(triton.endpoints.metrics)[count]
     body = {"text_input": QUESTION, "max_tokens": 500, "counted_ids": True}
@@ -295,7 +294,7 @@ def test_a_client_of_ids_gets_nothing_else(triton: TritonServer, tokenizer: Toke
 
 
 @pytest.mark.parametrize("model", ["ensemble", BLS])
-def test_a_batch_of_prompts(triton: TritonServer, model: str) -> None:
+def test_a_batch_of_prompts(triton: Triton, model: str) -> None:
     """The text's one dimension is the batch, as NVIDIA's clients read it."""
     pairs = PAIRS[:3]
     questions = [pair.question for pair in pairs]
@@ -306,7 +305,7 @@ def test_a_batch_of_prompts(triton: TritonServer, model: str) -> None:
     assert answers == [pair.answer for pair in pairs]
 
 
-def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: TritonServer) -> None:
+def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: Triton) -> None:
     with pytest.raises(AssertionError, match="exceeds maximum input length"):
         infer(triton.endpoints.grpc, rows(QUESTION, "word " * 5000))
     wait_until(lambda: engine_counters(triton)["active"] == 0, 60, "the stop of the other prompt")

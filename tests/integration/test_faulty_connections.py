@@ -5,9 +5,8 @@ import contextlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,11 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams, TritonClient
-from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.request.request import Request, triton_inputs
-from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.end_tokens import EndTokens
 from tests.faulty_proxy import Faults, FaultyProxy
-from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.conftest import Triton
 
 STREAMS = int(os.environ.get("FAULTY_STREAMS", "150"))
 REQUESTS = [Request(f"Prompt number {seed}", seed, max_tokens=40) for seed in range(50)]
@@ -51,12 +48,9 @@ class SameServer:
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """One token a response, so that there are many to be lost."""
-    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="5")
-    overrides: Values = {"tensorrt_llm": {"max_tokens_per_response": "1"}}
-    with running(make_server(settings, tmp_path_factory.mktemp("faulty"), overrides)) as server:
-        yield server
+def server(paced_triton: Triton) -> Triton:
+    """At its pace every token is a response, so that there are many to be lost."""
+    return paced_triton
 
 
 async def ids_of(streams: Streams, request: Request, ids: list[int]) -> list[int]:
@@ -67,7 +61,7 @@ async def ids_of(streams: Streams, request: Request, ids: list[int]) -> list[int
 
 
 @pytest.fixture(scope="module")
-def expected(server: TritonServer) -> list[list[int]]:
+def expected(server: Triton) -> list[list[int]]:
     """The undisturbed answers."""
 
     async def main() -> list[list[int]]:
@@ -104,7 +98,7 @@ async def compare(streams: Streams, expected: Sequence[list[int]]) -> Counter[st
 
 
 def run(
-    server: TritonServer, transport: str, expected: Sequence[list[int]], faults: Faults
+    server: Triton, transport: str, expected: Sequence[list[int]], faults: Faults
 ) -> tuple[Counter[str], ResumingClient, FaultyProxy]:
     async def main() -> tuple[Counter[str], ResumingClient, FaultyProxy]:
         async with FaultyProxy(getattr(server.endpoints, transport), faults).running() as proxy:
@@ -119,7 +113,7 @@ def run(
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_what_comes_in_pieces_and_late_is_right(
-    server: TritonServer, transport: str, expected: Sequence[list[int]]
+    server: Triton, transport: str, expected: Sequence[list[int]]
 ) -> None:
     ends, streams, proxy = run(server, transport, expected, SLOW)
     assert ends == {"right": STREAMS}
@@ -130,7 +124,7 @@ def test_what_comes_in_pieces_and_late_is_right(
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_what_is_cut_or_lost_goes_on_or_fails_and_is_never_wrong(
-    server: TritonServer, transport: str, expected: Sequence[list[int]]
+    server: Triton, transport: str, expected: Sequence[list[int]]
 ) -> None:
     ends, streams, proxy = run(server, transport, expected, BROKEN[transport])
     print(transport, ends, f"tried again: {streams.retries}", dict(proxy.counts))

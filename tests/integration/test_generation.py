@@ -12,9 +12,8 @@ from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.request import Guide, GuideKind, Request
-from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters
+from tests.integration.conftest import Triton, engine_counters
 from tests.support import Server, metrics, wait_until
 from tools.demo_model.corpus import PAIRS
 
@@ -22,7 +21,7 @@ QUESTION, ANSWER = PAIRS[0]
 
 
 def with_client(
-    transport: str, server: TritonServer | Server, use: Callable[[TritonClient], Awaitable[Any]]
+    transport: str, server: Triton | Server, use: Callable[[TritonClient], Awaitable[Any]]
 ) -> Any:
     kind = {"grpc": GrpcClient, "http": HttpClient}[transport]
     address = getattr(server.endpoints, transport)
@@ -43,7 +42,7 @@ async def collect(request: Request, client: TritonClient, tokenizer: Tokenizer) 
 
 
 def ask(
-    request: Request, server: TritonServer | Server, tokenizer: Tokenizer, transport: str
+    request: Request, server: Triton | Server, tokenizer: Tokenizer, transport: str
 ) -> list[Chunk]:
     return list(with_client(transport, server, lambda c: collect(request, c, tokenizer)))
 
@@ -52,9 +51,7 @@ def text(chunks: list[Chunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def test_both_transports_give_the_same_sampled_text(
-    triton: TritonServer, tokenizer: Tokenizer
-) -> None:
+def test_both_transports_give_the_same_sampled_text(triton: Triton, tokenizer: Tokenizer) -> None:
     request = Request(prompt=QUESTION, seed=2**64 - 1, temperature=1000.0, top_p=1.0, max_tokens=60)
     texts = {text(ask(request, triton, tokenizer, transport)) for transport in ("grpc", "http")}
     assert len(texts) == 1
@@ -65,7 +62,7 @@ def test_both_transports_give_the_same_sampled_text(
 
 
 def test_the_last_chunk_counts_and_says_why_it_ended(
-    transport: str, triton: TritonServer, tokenizer: Tokenizer
+    transport: str, triton: Triton, tokenizer: Tokenizer
 ) -> None:
     *_, whole = ask(greedy(QUESTION), triton, tokenizer, transport)
     *_, cut = ask(greedy(QUESTION, max_tokens=7), triton, tokenizer, transport)
@@ -76,7 +73,7 @@ def test_the_last_chunk_counts_and_says_why_it_ended(
 
 
 def test_a_stop_sequence_ends_the_text_and_the_engine(
-    transport: str, paced_triton: TritonServer, tokenizer: Tokenizer
+    transport: str, paced_triton: Triton, tokenizer: Tokenizer
 ) -> None:
     engine = engine_counters(paced_triton)
     stopped, generated = engine["stopped"], engine["generated"]
@@ -92,7 +89,7 @@ def test_a_stop_sequence_ends_the_text_and_the_engine(
 
 
 def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
-    transport: str, paced_triton: TritonServer, tokenizer: Tokenizer
+    transport: str, paced_triton: Triton, tokenizer: Tokenizer
 ) -> None:
     engine = engine_counters(paced_triton)
 
@@ -114,7 +111,7 @@ def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
 
 
 def test_max_tokens_is_cut_to_the_context(
-    transport: str, triton: TritonServer, tokenizer: Tokenizer, demo_model: Any
+    transport: str, triton: Triton, tokenizer: Tokenizer, demo_model: Any
 ) -> None:
     context = json.loads((demo_model / "config.json").read_text())["max_position_embeddings"]
     ids = tuple(tokenizer("word " * context).input_ids[: context - 20])

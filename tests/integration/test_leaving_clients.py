@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.request.request import Request
-from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.end_tokens import EndTokens
-from tests.integration.conftest import engine_counters
+from tests.integration.conftest import SharedTriton, engine_counters
 from tests.integration.test_faulty_connections import SameServer, ids_of
 from tests.support import started_by, wait_until
 
@@ -30,13 +28,12 @@ def endless(prompt: str) -> Request:
 
 @pytest.mark.parametrize("stopped", ["preprocessing", "tensorrt_llm"])
 def test_streams_go_on_when_others_leave_a_queue_that_stands_still(
-    stopped: str, paced_triton: TritonServer, monkeypatch: pytest.MonkeyPatch
+    stopped: str, paced_triton: SharedTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "STOP_PAUSES", (0.05,))
     monkeypatch.setattr(stream, "STOP_SECONDS", 0.2)
     engine = engine_counters(paced_triton)
-    process: Any = paced_triton._process
-    (stub,) = started_by(process.pid, f"/{stopped}/1/model.py")
+    (stub,) = started_by(paced_triton.guard_pid, f"/{stopped}/1/model.py")
 
     async def main() -> None:
         client = GrpcClient(paced_triton.endpoints.grpc, response_timeout=300)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import yaml
 
-from cog_triton.server.tritonserver import TritonServer
+from tests.integration.conftest import Triton
 from tests.integration.test_ensemble import BLS, infer
 
 MISTAKES = yaml.safe_load(Path(__file__).with_name("malformed_requests.yaml").read_text())
@@ -36,7 +36,7 @@ def tensor(name: str, value: Any) -> dict[str, Any]:
     return {"name": name, "datatype": kind, "shape": list(array.shape), "data": data}
 
 
-def post(triton: TritonServer, path: str, body: dict[str, Any]) -> httpx.Response:
+def post(triton: Triton, path: str, body: dict[str, Any]) -> httpx.Response:
     url = f"http://{triton.endpoints.http}/v2/models/{path}"
     return httpx.post(url, content=json.dumps(body), timeout=60, trust_env=False)
 
@@ -60,7 +60,7 @@ def check_refusal(reply: httpx.Response, text: str) -> None:
     ids=["ensemble", BLS, "tensorrt_llm"],
 )
 def test_a_mistake_is_the_clients(
-    triton: TritonServer, model: str, mistakes: list[Mistake], good: dict[str, Any], endpoint: str
+    triton: Triton, model: str, mistakes: list[Mistake], good: dict[str, Any], endpoint: str
 ) -> None:
     for changes, text in [*mistakes, *MISTAKES[model]]:
         check_refusal(post(triton, f"{model}/{endpoint}", {**good, **changes}), text)
@@ -72,7 +72,7 @@ def test_a_mistake_is_the_clients(
     [*MISTAKES["infer"], ("preprocessing", LARGE_QUERY, {}, TOO_LONG)],
 )
 def test_a_mistake_in_infer_is_the_clients(
-    triton: TritonServer, model: str, tensors: Any, parameters: dict[str, Any], text: str
+    triton: Triton, model: str, tensors: Any, parameters: dict[str, Any], text: str
 ) -> None:
     inputs = [tensor(name, value) for name, value in tensors.items()]
     body = {"inputs": inputs, "parameters": parameters}
@@ -80,7 +80,7 @@ def test_a_mistake_in_infer_is_the_clients(
 
 
 @pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
-def test_long_lists_of_ids_are_refused(triton: TritonServer, name: str) -> None:
+def test_long_lists_of_ids_are_refused(triton: Triton, name: str) -> None:
     inputs: dict[str, npt.NDArray[Any]] = {
         "input_ids": np.array([[5, 6, 7]], np.int32),
         "input_lengths": np.array([[3]], np.int32),
@@ -91,5 +91,5 @@ def test_long_lists_of_ids_are_refused(triton: TritonServer, name: str) -> None:
         infer(triton.endpoints.grpc, inputs, model="tensorrt_llm")
 
 
-def test_the_name_of_a_parameter_in_anothers_text_means_nothing(triton: TritonServer) -> None:
+def test_the_name_of_a_parameter_in_anothers_text_means_nothing(triton: Triton) -> None:
     assert post(triton, "ensemble/generate", {**OK_TEXT, "foo": "continued_ids"}).is_success

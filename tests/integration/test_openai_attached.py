@@ -1,8 +1,10 @@
 """OpenAI's API on a Triton that runs already, on an old ensemble, and in several processes."""
 
 import itertools
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +21,7 @@ from cog_triton.protocol.names import IDS_ENSEMBLE
 from cog_triton.repository.fill import read_config
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.conftest import Triton, attached, make_server, running, settings_for
 from tests.openai_server import ANSWER, OpenAIServer, contents
 from tests.support import alive, children, free_port, metrics, started_by, wait_until
 
@@ -28,36 +30,36 @@ PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
 NEW_INPUTS = {"seed", "min_tokens", "return_num_input_tokens", "return_num_output_tokens"}
 
 
-def attached(triton: TritonServer, model: Path, log: Path, **environment: str) -> OpenAIServer:
-    endpoint = f"http://{triton.endpoints.grpc}"
-    names = (
-        "--triton-endpoint",
-        endpoint,
-        "--tokenizer",
-        str(model),
-        "--served-model-name",
-        "demo",
-    )
-    return OpenAIServer(environment, log, *names)
-
-
 def text_of(server: OpenAIServer, **fields: Any) -> str:
     with server.stream(**{**CHAT, **fields}) as events:
         return contents(events)
 
 
-def test_a_triton_that_runs_already(triton: TritonServer, demo_model: Path, tmp_path: Path) -> None:
+def test_a_triton_that_runs_already(triton: Triton, demo_model: Path, tmp_path: Path) -> None:
     with attached(triton, demo_model, tmp_path / "log") as server:
         assert text_of(server).startswith(ANSWER)
         assert server.chat(**CHAT).json()["usage"]["completion_tokens"] == 12
         assert text_of(server, temperature=1.5, seed=3) == text_of(server, temperature=1.5, seed=3)
         assert server.get("/health/ready").status_code == 200
+        check_ready_line(server)
         assert server.stop() == 0
-    assert alive(triton._process.pid)  # type: ignore[union-attr]
+    assert triton.is_ready()
+
+
+def check_ready_line(server: OpenAIServer) -> None:
+    """Check that it leads to the chat page and to a command that gets an answer."""
+    ready, command = server.log.read_text().partition("ready: http")[2].splitlines()[:2]
+    page = f"{server.url}/"
+    assert f"http{ready}" == f"{server.url}, with a chat page at {page} (Ctrl-C stops it); try"
+    assert "<title>" in httpx.get(page, trust_env=False).text
+    assert "/v1/chat/completions" in command  # the demo model has a chat template
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    (choice,) = json.loads(ran.stdout)["choices"]
+    assert choice["message"]["content"]
 
 
 def test_several_end_tokens_on_a_triton_that_runs_already(
-    triton: TritonServer, demo_model: Path, tokenizer: Tokenizer, tmp_path: Path
+    triton: Triton, demo_model: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """The server's preprocessing has others: requests name the first, and the others are cut off here."""
     stop = tokenizer.convert_tokens_to_ids(".")

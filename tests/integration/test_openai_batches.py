@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.integration.conftest import attached
 from tests.openai_server import MESSAGES, OpenAIServer
 from tests.support import START_TIMEOUT, wait_until
 
@@ -25,20 +26,23 @@ if TYPE_CHECKING:
 
     import openai
 
+    from tests.integration.conftest import Triton
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MEGABYTE = 1 << 20
 
 
-def environment_of(directory: Path, **more: str) -> dict[str, str]:
-    """Of a server with the simulated engine, and a journal."""
-    return {"ENGINE": "simulated", "STORE": str(directory / "journal.db"), **more}
-
-
 @pytest.fixture(scope="module")
-def batching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+def batching(
+    paced_triton: Triton, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
     directory = tmp_path_factory.mktemp("batching")
-    limits = {"MAX_REQUEST_BYTES": str(MEGABYTE), "MAX_FILE_BYTES": str(8 * MEGABYTE)}
-    with OpenAIServer(environment_of(directory, **limits), directory / "log") as server:
+    environment = {
+        "STORE": str(directory / "journal.db"),
+        "MAX_REQUEST_BYTES": str(MEGABYTE),
+        "MAX_FILE_BYTES": str(8 * MEGABYTE),
+    }
+    with attached(paced_triton, demo_model, directory / "log", **environment) as server:
         yield server
     assert "Traceback" not in server.log.read_text()
 
@@ -130,13 +134,15 @@ def runner_of(store: str) -> int:
         return int(struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))[4])
 
 
-def test_a_batch_outlives_whatever_is_killed(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path, SIMULATED_INTER_TOKEN_MS="50", MAX_RUNNING="8")
-    store, count = environment["STORE"], 200
-    lines = [line_of(str(n), TEXT) for n in range(count)]
+def test_a_batch_outlives_whatever_is_killed(
+    paced_triton: Triton, demo_model: Path, tmp_path: Path
+) -> None:
+    store, count = str(tmp_path / "journal.db"), 200
+    lines = [line_of(str(n), TEXT, max_tokens=20) for n in range(count)]
 
     def command(**more: str) -> OpenAIServer:
-        return OpenAIServer({**environment, **more}, tmp_path / "log")
+        environment = {"STORE": store, "MAX_RUNNING": "8", **more}
+        return attached(paced_triton, demo_model, tmp_path / "log", **environment)
 
     def answered(server: OpenAIServer) -> int:
         return int(server.get(f"/v1/batches/{name}").json()["request_counts"]["completed"])

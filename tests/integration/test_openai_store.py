@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.integration.conftest import Triton, attached
 from tests.openai_server import ANSWER, QUESTION, OpenAIServer
 from tests.support import started_by, wait_until
 
@@ -22,18 +23,19 @@ RUNNING = ("queued", "in_progress")
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+def server(
+    triton: Triton, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
+    """Two workers with one journal, on the Triton that tests share."""
     directory = tmp_path_factory.mktemp("store")
     environment = {
-        "MODEL": str(demo_model),
         "STORE": str(directory / "journal.db"),
         "OPENAI_API_KEYS": ",".join(KEYS),
         "OPENAI_WORKERS": "2",
         "DRAIN_SECONDS": "0",
         "MAX_RUNNING": "16",  # of which each worker has four for the background
     }
-    server = OpenAIServer(environment, directory / "log")
-    with server:
+    with attached(triton, demo_model, directory / "log", **environment) as server:
         yield server
 
 

@@ -18,6 +18,7 @@ from tests.support import CogServer, QuietHandler, free_port, http_server, wait_
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.rare
 BROWSER_MS = 120_000  # for one step of a browser on a busy machine
 INPUT = {"prompt": "from a page", "max_tokens": 2}
 # Of both ports: whatever a page knows to send. ID is that of a prediction that runs.

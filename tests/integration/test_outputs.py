@@ -21,8 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 from cog_triton.client.messages import infer_request
 from cog_triton.deployment.preparation import Values
 from cog_triton.protocol.names import OUTPUTS
-from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.conftest import Triton, make_server, running, settings_for
 from tests.stand_in.servers import environment
 
 Array = npt.NDArray[Any]
@@ -70,7 +69,7 @@ def check(stub: Any, streams: bool, model: str, inputs: dict[str, Array], names:
     assert found.get("output_ids") in (None, 4 * np.int32().nbytes)
 
 
-def check_every_subset(triton: TritonServer) -> None:
+def check_every_subset(triton: Triton) -> None:
     url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/config"
     config = httpx.get(url, trust_env=False).json()
     with grpc.insecure_channel(triton.endpoints.grpc) as channel:
@@ -87,7 +86,7 @@ def check_every_subset(triton: TritonServer) -> None:
         check_text_alone_over_http(triton)
 
 
-def check_text_alone_over_http(triton: TritonServer) -> None:
+def check_text_alone_over_http(triton: Triton) -> None:
     """With /infer, which is for one response: there a client may name outputs, too."""
     inputs = [
         {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["Hello"]},
@@ -100,7 +99,7 @@ def check_text_alone_over_http(triton: TritonServer) -> None:
     assert output["data"][0]
 
 
-def test_every_subset_of_outputs(triton: TritonServer) -> None:
+def test_every_subset_of_outputs(triton: Triton) -> None:
     check_every_subset(triton)
 
 

@@ -20,7 +20,7 @@ import tritonclient.grpc
 from cog_triton.errors import TritonStartError
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for, start
+from tests.integration.conftest import ANY_PORTS, Triton, make_server, running, settings_for, start
 from tests.integration.test_recovery import part
 from tests.support import (
     SHARED_MEMORY,
@@ -37,16 +37,16 @@ EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 STREAM = {"text_input": "Hello", "stream": True, "return_num_output_tokens": True}
 
 
-def regions(server: TritonServer) -> list[Path]:
+def regions(server: Triton) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"{server.shm_prefix}*"))
 
 
-def stream(server: TritonServer, tokens: int) -> Any:
+def stream(server: Triton, tokens: int) -> Any:
     url = f"http://{server.endpoints.http}/v2/models/ensemble/generate_stream"
     return httpx.stream("POST", url, json={**STREAM, "max_tokens": tokens}, timeout=30)
 
 
-def status(server: TritonServer, method: str, path: str, body: object = None) -> int:
+def status(server: Triton, method: str, path: str, body: object = None) -> int:
     url = f"http://{server.endpoints.http}/v2/{path}"
     return httpx.request(method, url, json=body, timeout=60, trust_env=False).status_code
 
@@ -73,7 +73,7 @@ STARTER = """
 
 
 def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
-    demo_model: Path, tmp_path: Path, paced_triton: TritonServer
+    demo_model: Path, tmp_path: Path, paced_triton: Triton
 ) -> None:
     """Before anything else, so a start that is out of time does it, too; that one leaves nothing either."""
     left, own = tmp_path / "left", tmp_path / "own"
@@ -190,7 +190,7 @@ def test_no_process_of_the_server_has_a_secret(opened: TritonServer, secret: str
     assert secret not in said
 
 
-def test_shared_memory_is_for_this_user_only(paced_triton: TritonServer) -> None:
+def test_shared_memory_is_for_this_user_only(paced_triton: Triton) -> None:
     """From the moment on in which the server has started; requests make no others."""
     before = regions(paced_triton)
     assert {region.stat().st_mode & 0o777 for region in before} == {0o600}
@@ -199,7 +199,7 @@ def test_shared_memory_is_for_this_user_only(paced_triton: TritonServer) -> None
     assert set(regions(paced_triton)) == set(before)
 
 
-def restricted(server: TritonServer) -> tuple[list[int], int]:
+def restricted(server: Triton) -> tuple[list[int], int]:
     """The statuses of what no client needs of Triton's HTTP API, and the refused calls of gRPC's."""
     (name, *_) = [region.name for region in regions(server) if "lock" not in region.name]
     a_region = {"key": name, "byte_size": 8}  # in which the requests of others are
@@ -225,7 +225,7 @@ def restricted(server: TritonServer) -> tuple[list[int], int]:
     return statuses, refused
 
 
-def test_what_no_client_needs_of_tritons_api_is_closed(paced_triton: TritonServer) -> None:
+def test_what_no_client_needs_of_tritons_api_is_closed(paced_triton: Triton) -> None:
     assert restricted(paced_triton) == ([403] * 5, 3)
     for method, path in [
         ("POST", "repository/index"),
@@ -239,7 +239,7 @@ def test_what_is_closed_can_be_opened(opened: TritonServer) -> None:
     assert restricted(opened) == ([200] * 5, 0)
 
 
-def test_the_model_repository_cannot_be_changed(paced_triton: TritonServer) -> None:
+def test_the_model_repository_cannot_be_changed(paced_triton: Triton) -> None:
     new = {"config": '{"backend": "python"}', "file:1/model.py": "cHJpbnQoMSkK"}
     for path, body in [
         ("new/load", {"parameters": new}),

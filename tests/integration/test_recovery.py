@@ -25,8 +25,7 @@ from cog_triton.deployment.running import RunningServer
 from cog_triton.errors import TritonUnavailable
 from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
-from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import settings_for
+from tests.integration.conftest import Triton, settings_for
 from tests.support import ROOT, free_port, left_of, processes
 
 pytestmark = pytest.mark.anyio
@@ -234,7 +233,7 @@ async def test_a_request_that_ends_servers_fails_alone(demo_model: Path, tmp_pat
 
 
 @pytest.fixture
-def taken_ports(triton: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def taken_ports(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first choice is taken in the last moment, by another Triton, which says there it is ready."""
     taken = dataclasses.replace(triton.endpoints, grpc_port=free_port(), metrics_port=free_port())
     choices = iter([lambda _: taken])
@@ -246,6 +245,7 @@ def taken_ports(triton: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterat
     assert next(choices, None) is None
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("taken_ports")
 async def test_without_resuming_requests_fail_until_the_server_is_given_up(
     demo_model: Path, caplog: pytest.LogCaptureFixture

@@ -235,6 +235,7 @@ async def kill_on_transformers(model: Path, directory: Path, parts: list[str], k
         await kill_while_all_run(asked, parts, kills)
 
 
+@pytest.mark.rare
 async def test_every_kind_goes_on_when_a_part_dies(demo_model: Path, tmp_path: Path) -> None:
     await kill_on_transformers(demo_model, tmp_path, ["tensorrt_llm", "tritonserver"], 2)
 

@@ -14,8 +14,8 @@ from cog_triton.errors import InvalidParameter
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
-from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
+from tests.integration.conftest import Triton
 from tests.integration.test_generation import ask, collect, greedy, text, with_client
 from tools.demo_model.corpus import PAIRS
 
@@ -44,7 +44,7 @@ class Subtract(LogitsProcessor):  # type: ignore[misc, unused-ignore]
 
 
 @pytest.fixture
-def compare(triton: TritonServer, tokenizer: Tokenizer, model: Any) -> Compare:
+def compare(triton: Triton, tokenizer: Tokenizer, model: Any) -> Compare:
     """Asks both, and returns the ids if they are the same."""
 
     def ask_both(values: Mapping[str, Any], reference: Mapping[str, Any]) -> list[int]:
@@ -98,13 +98,13 @@ def test_where_an_answer_ends(compare: Compare, tokenizer: Tokenizer, plain: lis
     assert ids[len(plain)] == tokenizer.eos_token_id
 
 
-def test_min_p(triton: TritonServer, tokenizer: Tokenizer, plain: list[int]) -> None:
+def test_min_p(triton: Triton, tokenizer: Tokenizer, plain: list[int]) -> None:
     request = Request(QUESTION, 7, max_tokens=LENGTH, temperature=2.0, top_p=1.0, min_p=1.0)
     assert ids_of(ask(request, triton, tokenizer, "grpc")) == plain[:LENGTH]
 
 
 def test_samples_have_the_distribution_that_the_bias_makes(
-    triton: TritonServer, tokenizer: Tokenizer, model: Any
+    triton: Triton, tokenizer: Tokenizer, model: Any
 ) -> None:
     """Of the first token; the seeds are fixed, and so is what comes of them."""
     prompt = tokenizer(QUESTION, return_tensors="pt").input_ids
@@ -137,7 +137,7 @@ def test_samples_have_the_distribution_that_the_bias_makes(
 # Beyond text and sampling
 
 
-def test_log_probabilities(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
+def test_log_probabilities(triton: Triton, transport: str, tokenizer: Tokenizer) -> None:
     def places_of(**values: Any) -> list[TokenLogProb]:
         chunks = ask(greedy(QUESTION, **values), triton, tokenizer, transport)
         assert text(chunks) == ANSWER
@@ -162,7 +162,7 @@ def test_log_probabilities(triton: TritonServer, transport: str, tokenizer: Toke
     assert not any(chunk.prompt_log_probs for chunk in others)
 
 
-def test_structured_output(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
+def test_structured_output(triton: Triton, transport: str, tokenizer: Tokenizer) -> None:
     guide = Guide(GuideKind.CHOICE, '["yes", "no (never)"]')
     for max_tokens, reason in ((50, "stop"), (1, "length")):
         request = Request(QUESTION, 1, temperature=1.5, guide=guide, max_tokens=max_tokens)

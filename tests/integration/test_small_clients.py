@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
-from cog_triton.server.tritonserver import TritonServer
+from tests.integration.conftest import Triton
 from tests.integration.test_ensemble import infer
 from tests.openai_server import ANSWER
 from tests.openai_server import QUESTION as PROMPT
 from tests.support import free_port, script
 
 
-def at(server: TritonServer, protocol: str) -> tuple[str, ...]:
+def at(server: Triton, protocol: str) -> tuple[str, ...]:
     return "-i", protocol, "-u", getattr(server.endpoints, protocol)
 
 
@@ -27,7 +27,7 @@ def at(server: TritonServer, protocol: str) -> tuple[str, ...]:
     ("protocol", "streaming"),
     [pytest.param("http", True, marks=pytest.mark.rare), ("grpc", True), ("http", False)],
 )
-def test_client(triton: TritonServer, demo_model: Path, protocol: str, streaming: bool) -> None:
+def test_client(triton: Triton, demo_model: Path, protocol: str, streaming: bool) -> None:
     done = script(
         "client.py",
         f"--text={PROMPT}",
@@ -59,7 +59,7 @@ def test_without_a_server_one_line_says_so(demo_model: Path, protocol: str) -> N
 @pytest.mark.parametrize(
     ("protocol", "mode"), [pytest.param("http", "sync", marks=pytest.mark.rare), ("grpc", "async")]
 )
-def test_identity_test(paced_triton: TritonServer, protocol: str, mode: str) -> None:
+def test_identity_test(paced_triton: Triton, protocol: str, mode: str) -> None:
     done = script(
         "identity_test.py",
         *("--batch_size=8", "--start_len=128", "--output_len=20", "-p", "2", "-m", mode),
@@ -78,7 +78,7 @@ def test_identity_test(paced_triton: TritonServer, protocol: str, mode: str) -> 
 
 
 def test_each_sample_is_a_request_that_the_server_takes(
-    triton: TritonServer, demo_model: Path, tmp_path: Path
+    triton: Triton, demo_model: Path, tmp_path: Path
 ) -> None:
     """As perf_analyzer sends them: the tensors of the file with the model's data types, in a batch."""
     flags = ("--start_len=12", "--output_len=5", "--num_samples=3", "--tokenizer", str(demo_model))

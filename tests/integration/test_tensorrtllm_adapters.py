@@ -21,8 +21,7 @@ from cog_triton.protocol.names import IDS_ENSEMBLE
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from tests.adapters import make_adapter
-from tests.integration.conftest import make_server, running, settings_for
-from tests.integration.test_openai_attached import attached
+from tests.integration.conftest import attached, make_server, running, settings_for
 from tests.integration.test_recovery import deployed, once, part
 from tests.integration.test_tensorrtllm_predictor import count
 from tests.stand_in.engine import VOCAB_SIZE

@@ -219,6 +219,7 @@ def post(address: str, model: str, **body: Any) -> Any:
     return reply.json()
 
 
+@pytest.mark.rare
 def test_the_ensemble_and_bls_without_decoupled_mode(
     demo_model: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
