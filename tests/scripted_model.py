@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -100,11 +101,12 @@ class ScriptedModel(Backend):
 
 
 @contextlib.contextmanager
-def serving(model: Backend) -> Iterator[str]:
-    """Serve a model on a free port; yields the URL."""
+def serving(model: Backend, *names: str) -> Iterator[str]:
+    """Serve a model, by these names if any are given, on a free port; yields the URL."""
     port = free_port()
+    models = dataclasses.replace(served(model), models=names) if names else served(model)
     config = uvicorn.Config(
-        create_app(served(model)), host="127.0.0.1", port=port, log_level="warning", lifespan="off"
+        create_app(models), host="127.0.0.1", port=port, log_level="warning", lifespan="off"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

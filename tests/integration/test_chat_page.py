@@ -1,30 +1,36 @@
-"""The chat page in headless Chromium, on real servers; a browser that reaches nothing but them."""
+"""The chat page in headless Chromium, which reaches nothing but the page's server.
+
+What depends on an engine is tested on a real server; the rest on a model whose answers are written here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
-from tokenizers import Tokenizer
 
+from cog_triton.generation import Chunk
+from cog_triton.request.request import Request
 from tests.browser import HOSTILE, Tab, chromium
 from tests.openai_server import ANSWER, MESSAGES, OpenAIServer
-from tests.support import wait_until
+from tests.scripted_model import serving
+from tests.unit.api.openai.support import Backend
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 CALL = '{"name": "weather", "arguments": {"city": "Paris <b>"}}'
-SIMULATED_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}</tool_call></s>"
-# For the format of its calls, and so that the prompt is the last message alone.
-TEMPLATE = "{{ messages[-1]['content'] }}{# tools <tool_call> <think></think> #}"
+ENDLESS, OPENING = "Go", "Hello"
+WRITTEN_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 BROWSER_MS = 120_000  # for one step of a browser on a busy machine
 STREAMED = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}}
@@ -36,19 +42,48 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+class WrittenModel(Backend):
+    """A model that thinks, says what is hostile to a page, and calls a tool; it answers "Go" without end.
+
+    Attributes:
+        cancelled: set when an answer without end was cancelled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(template="tools <tool_call> <think></think>")
+        self.context_length = 1_000_000
+        self.cancelled = threading.Event()
+
+    async def generate(
+        self, request: Request, request_id: str | None = None, *tenant: Any
+    ) -> AsyncGenerator[Chunk, None]:
+        self.asked.append((request, request_id))
+        self.tenants += tenant
+        if self.tokenizer.messages[-1]["content"] == ENDLESS:
+            try:
+                for number in itertools.count(1):
+                    yield Chunk("and so on ", number, 9)
+                    await asyncio.sleep(0.002)
+            finally:
+                self.cancelled.set()
+        for number, letter in enumerate(WRITTEN_TEXT, 1):
+            yield Chunk(letter, number, 9)
+        yield Chunk("", len(WRITTEN_TEXT), 9, "stop")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The server of a model whose answers are written here, in this process."""
+
+    model: WrittenModel
+    url: str
+
+
 @pytest.fixture(scope="module")
-def simulated(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """A model that thinks, says what is hostile to a page, and calls a tool; 2 ms a token."""
-    environment = {
-        "MODEL": str(demo_model),
-        "ENGINE": "simulated",
-        "SIMULATED_INTER_TOKEN_MS": "2",
-        "SIMULATED_TEXT": SIMULATED_TEXT,
-        "CHAT_TEMPLATE": TEMPLATE,
-        "MAX_SEQUENCE_LENGTH": "1000000",  # for an answer that only a stop can end
-    }
-    with OpenAIServer(environment, tmp_path_factory.mktemp("simulated") / "log") as server:
-        yield server
+def written() -> Iterator[Written]:
+    model = WrittenModel()
+    with serving(model, "demo") as url:
+        yield Written(model, url)
 
 
 @pytest.fixture
@@ -59,13 +94,13 @@ def tab(browser: Browser, openai_server: OpenAIServer) -> Iterator[Tab]:
 
 
 @pytest.fixture
-def simulated_tab(browser: Browser, simulated: OpenAIServer) -> Iterator[Tab]:
-    with opened(browser, simulated) as tab:
+def written_tab(browser: Browser, written: Written) -> Iterator[Tab]:
+    with opened(browser, written) as tab:
         yield tab
 
 
 @contextmanager
-def opened(browser: Browser, server: OpenAIServer) -> Iterator[Tab]:
+def opened(browser: Browser, server: OpenAIServer | Written) -> Iterator[Tab]:
     """A tab with the page; at the end it has asked for nothing else, and nothing was wrong with it."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
     context.set_default_timeout(BROWSER_MS)
@@ -77,20 +112,6 @@ def opened(browser: Browser, server: OpenAIServer) -> Iterator[Tab]:
         assert {url for url in tab.urls if not url.startswith((server.url, "data:"))} == set()
     finally:
         context.close()
-
-
-@pytest.fixture(scope="module")
-def opening(demo_model: Path) -> str:
-    """A message upon which the simulated engine begins at the beginning of its text."""
-    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    length = len(ids(SIMULATED_TEXT))
-    words = ("What", "is", "a", "KV", "cache", "and", "why", "do", "we", "need", "deep", "learning")
-    texts = map(" ".join, itertools.product(words, repeat=4))
-    return next(text for text in texts if sum(ids(text)) % length == 0)
 
 
 # Answers
@@ -142,6 +163,7 @@ def test_a_conversation_grows_is_asked_again_and_cleared(tab: Tab) -> None:
     assert tab.bodies[3] == tab.bodies[0]
 
 
+@pytest.mark.rare
 def test_the_keys(tab: Tab) -> None:
     prompt = tab.page.get_by_label("Message")
     for key in ("Enter", "a", "Shift+Enter", "b", "Enter"):  # at first there is nothing to send
@@ -152,28 +174,24 @@ def test_the_keys(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_a_stop_ends_the_request_in_the_engine(
-    simulated_tab: Tab, simulated: OpenAIServer, by: str
-) -> None:
-    tab = simulated_tab
-    stopped = simulated.engine["stopped"]
-    tab.set(Max_tokens=900_000, Further_fields={"ignore_eos": True})
-    tab.send("Go")
+def test_a_stop_ends_the_request(written_tab: Tab, written: Written, by: str) -> None:
+    tab = written_tab
+    written.model.cancelled.clear()
+    tab.send(ENDLESS)
     tab.page.locator("article .text > *").first.wait_for()  # some of it has come, and it goes on
     stop = tab.page.get_by_role("button", name="Stop")
     stop.click() if by == "button" else tab.page.keyboard.press("Escape")
     tab.ended()
     assert tab.facts()[1] == "stopped"
     assert tab.text()
-    wait_until(lambda: simulated.engine["active"] == 0, 60, "the end of the request")
-    assert simulated.engine["stopped"] == stopped + 1
+    assert written.model.cancelled.wait(60)
     assert stop.is_hidden()
 
 
-def test_thoughts_are_folded_and_calls_are_shown(simulated_tab: Tab, opening: str) -> None:
-    tab = simulated_tab
+def test_thoughts_are_folded_and_calls_are_shown(written_tab: Tab) -> None:
+    tab = written_tab
     tab.set(Further_fields={"tools": TOOLS})
-    tab.ask(opening)
+    tab.ask(OPENING)
     thoughts = tab.page.locator("article details")
     assert thoughts.inner_text().startswith("Thought for ")
     assert thoughts.get_attribute("open") is None
@@ -224,6 +242,7 @@ def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab) -> None:
 # Errors
 
 
+@pytest.mark.rare
 def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, server: OpenAIServer) -> None:
     tab.set(Further_fields={"logit_bias": {"<b>": 1}})
     tab.ask("Hello")
@@ -292,11 +311,11 @@ def test_an_error_in_mid_stream_and_a_server_that_is_gone(tab: Tab) -> None:
 # What a page must not do
 
 
-def test_what_a_model_says_is_never_html(simulated_tab: Tab, opening: str) -> None:
-    tab = simulated_tab
+def test_what_a_model_says_is_never_html(written_tab: Tab) -> None:
+    tab = written_tab
     tab.set(System_prompt=HOSTILE)
     tab.ask(HOSTILE)
-    tab.ask(opening)
+    tab.ask(OPENING)
     assert tab.page.evaluate("window.hit") is None
     assert "<img src=x onerror=" in tab.text()
     made = set(tab.page.locator("#log *").evaluate_all("all => all.map((node) => node.localName)"))
@@ -365,10 +384,11 @@ def test_a_reload_keeps_the_chat_and_the_settings(tab: Tab) -> None:
     assert tab.page.evaluate("localStorage.length") == 0
 
 
-def test_a_reload_keeps_thoughts_calls_and_their_results(simulated_tab: Tab, opening: str) -> None:
-    tab = simulated_tab
+@pytest.mark.rare
+def test_a_reload_keeps_thoughts_calls_and_their_results(written_tab: Tab) -> None:
+    tab = written_tab
     tab.set(Further_fields={"tools": TOOLS})
-    tab.ask(opening)
+    tab.ask(OPENING)
     before = shown(tab)
     reload(tab)
     assert shown(tab) == before
@@ -382,10 +402,10 @@ def test_a_reload_keeps_thoughts_calls_and_their_results(simulated_tab: Tab, ope
     assert "21 degrees" in tab.page.locator(".tool").inner_text()
 
 
-def test_a_reload_keeps_what_came_of_an_answer(simulated_tab: Tab) -> None:
-    tab = simulated_tab
-    tab.set(Max_tokens=900_000, Further_fields={"ignore_eos": True})
-    tab.send("Go")
+@pytest.mark.rare
+def test_a_reload_keeps_what_came_of_an_answer(written_tab: Tab) -> None:
+    tab = written_tab
+    tab.send(ENDLESS)
     tab.page.locator("article .text > *").first.wait_for()
     reload(tab)
     assert tab.facts()[1] == "interrupted"
@@ -393,6 +413,7 @@ def test_a_reload_keeps_what_came_of_an_answer(simulated_tab: Tab) -> None:
     assert tab.page.get_by_role("button", name="Stop").is_hidden()
 
 
+@pytest.mark.rare
 def test_a_chat_that_has_no_room_is_said_to_have_none(tab: Tab) -> None:
     tab.set(Temperature=0, Max_tokens=3)
     full = "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
@@ -408,6 +429,7 @@ def test_a_chat_that_has_no_room_is_said_to_have_none(tab: Tab) -> None:
 # The reference at /docs
 
 
+@pytest.mark.rare
 def test_the_reference_works_without_a_network(browser: Browser, server: OpenAIServer) -> None:
     with browser.new_page() as page:
         page.set_default_timeout(BROWSER_MS)
@@ -427,6 +449,7 @@ def test_the_reference_works_without_a_network(browser: Browser, server: OpenAIS
 # How it looks
 
 
+@pytest.mark.rare
 def test_the_demo_model_is_said_to_be_a_toy(tab: Tab) -> None:
     note = tab.page.get_by_text("This is the demo model, a toy")
     assert note.is_visible()
@@ -440,6 +463,7 @@ def test_the_demo_model_is_said_to_be_a_toy(tab: Tab) -> None:
 FORMULA = r"$$\int_0^1 x^2\,dx$$ and $\frac{a}{b}$ and $\href{javascript:window.hit=1}{x}$"
 
 
+@pytest.mark.rare
 def test_formulas_are_shown_under_the_policy_of_the_page(tab: Tab) -> None:
     show = "text => showMarkdown($('log').appendChild(element('div', {id: 'here'})), text)"
     tab.page.evaluate(show, FORMULA)
@@ -458,7 +482,7 @@ SMALL = """() => [...document.querySelectorAll("button, select, input, textarea,
 
 
 @contextmanager
-def looked_at(browser: Browser, server: OpenAIServer, **look: Any) -> Iterator[Tab]:
+def looked_at(browser: Browser, server: OpenAIServer | Written, **look: Any) -> Iterator[Tab]:
     """A tab on a screen of another kind."""
     context = browser.new_context(**look)
     context.set_default_timeout(BROWSER_MS)
@@ -471,10 +495,10 @@ def looked_at(browser: Browser, server: OpenAIServer, **look: Any) -> Iterator[T
         context.close()
 
 
-def states(tab: Tab, opening: str) -> Iterator[str]:
+def states(tab: Tab) -> Iterator[str]:
     """Bring the page into its states, one after the other."""
     yield "nothing asked"
-    tab.ask(opening)
+    tab.ask(OPENING)
     yield "an answer with thoughts, code and a call"
     tab.page.locator("article details summary").click()
     yield "thoughts that are open"
@@ -484,39 +508,36 @@ def states(tab: Tab, opening: str) -> Iterator[str]:
     yield "settings with a mistake"
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("screen", "scheme"),
     [
         pytest.param(DESKTOP, "light", id="desktop, light"),
-        pytest.param(DESKTOP, "dark", id="desktop, dark", marks=pytest.mark.rare),
-        pytest.param(PHONE, "light", id="phone, light", marks=pytest.mark.rare),
+        pytest.param(DESKTOP, "dark", id="desktop, dark"),
+        pytest.param(PHONE, "light", id="phone, light"),
         pytest.param(PHONE, "dark", id="phone, dark"),
     ],
 )
-def test_axe_finds_nothing(
-    browser: Browser, simulated: OpenAIServer, opening: str, screen: Any, scheme: str
-) -> None:
+def test_axe_finds_nothing(browser: Browser, written: Written, screen: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    with looked_at(browser, simulated, color_scheme=scheme, **screen) as tab:
-        for state in states(tab, opening):
+    with looked_at(browser, written, color_scheme=scheme, **screen) as tab:
+        for state in states(tab):
             found = axe.run(tab.page).response
             assert len(found["passes"]) > 10  # it has looked
             assert [(state, fault["id"], fault["nodes"]) for fault in found["violations"]] == []
 
 
-def test_a_finger_meets_every_control(
-    browser: Browser, simulated: OpenAIServer, opening: str
-) -> None:
-    with looked_at(browser, simulated, **PHONE) as tab:
-        for state in states(tab, opening):
+@pytest.mark.rare
+def test_a_finger_meets_every_control(browser: Browser, written: Written) -> None:
+    with looked_at(browser, written, **PHONE) as tab:
+        for state in states(tab):
             assert tab.page.evaluate(SMALL) == [], state
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= 320, state
 
 
-def test_the_models_name_is_legible_on_a_small_phone(
-    browser: Browser, simulated: OpenAIServer
-) -> None:
-    with looked_at(browser, simulated, **PHONE) as tab:
+@pytest.mark.rare
+def test_the_models_name_is_legible_on_a_small_phone(browser: Browser, written: Written) -> None:
+    with looked_at(browser, written, **PHONE) as tab:
         cards = {"data": [{"id": LONG_NAME, "max_model_len": 9}]}
         tab.page.route("**/v1/models", lambda route: route.fulfill(json=cards))
         tab.page.reload()
