@@ -20,8 +20,9 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.processes import end_with_parent
 from cog_triton.protocol.parameters import parse_logit_bias
+from cog_triton.request.guide import choose_guide
 from cog_triton.request.limits import parse_json, parse_stop_sequences
-from cog_triton.request.request import Request, choose_guide, resolve_seed, resolve_tokens
+from cog_triton.request.request import Request, check_sampling, resolve_seed, resolve_tokens
 from cog_triton.server.log import log_to
 from cog_triton.settings import read_settings
 from cog_triton.text.chat import format_prompt, render_chat, validate_template
@@ -52,7 +53,7 @@ class Predictor(BaseRunner):
         # Refuse them before anything is started.
         if settings.prompt_template is not None:
             validate_template(settings.prompt_template)
-        Request(" ", 0, stop_sequences=parse_stop_sequences(settings.stop_sequences))
+        check_sampling({"stop_sequences": parse_stop_sequences(settings.stop_sequences)})
         end_with_parent()
         beside = None
         if settings.openai_port is not None:

@@ -16,7 +16,7 @@ from cog_triton.errors import LONGEST, file_problem, shortened
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
 from cog_triton.protocol.log_probs import TokenLogProb as TokenLogProb
-from cog_triton.request.request import Guide
+from cog_triton.request.guide import Guide
 
 logger = logging.getLogger(__name__)
 

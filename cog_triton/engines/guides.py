@@ -28,7 +28,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cog_triton.engines.base import EngineError, GenerationRequest
 from cog_triton.processes import end_with_parent, python
-from cog_triton.request.request import Guide, GuideKind, ascii_classes
+from cog_triton.request.guide import Guide, GuideKind, ascii_classes
 
 Masks = npt.NDArray[np.bool_]  # [sequences, vocabulary]: the tokens that are allowed
 COMPILED = 64  # guides that are kept; one of 64 KB takes about a megabyte

@@ -16,7 +16,7 @@ from cog_triton.engines import library
 from cog_triton.engines.base import GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.processes import prepare_for_vllm, renice
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
-from cog_triton.request.request import Guide, GuideKind
+from cog_triton.request.guide import Guide, GuideKind
 
 logger = logging.getLogger(__name__)
 

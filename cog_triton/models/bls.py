@@ -18,8 +18,15 @@ import numpy as np
 
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
+from cog_triton.models.names import (
+    BLS_TO_ENGINE,
+    BLS_TO_PREPROCESSING,
+    ENGINE_TO_POSTPROCESSING,
+    PREPROCESSING_TO_ENGINE,
+    UNSUPPORTED_BLS_VARIABLES,
+)
 from cog_triton.models.stub import Array, Client, Contexts, Inputs, Tensors, flag
-from cog_triton.models.tensors import NAMES, STOP_WORDS_TEXT
+from cog_triton.models.tensors import STOP_WORDS_TEXT
 from cog_triton.protocol.names import (
     ADD_SPECIAL_TOKENS,
     ENGINE,
@@ -47,7 +54,7 @@ PASSED = {PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, MIN_P, TOP_LOG_PROBS}
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config, parameters = stub.begin(args)
-        for name, what in NAMES["bls_variables"].items():
+        for name, what in UNSUPPORTED_BLS_VARIABLES.items():
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", ENGINE)
@@ -103,13 +110,13 @@ class TritonPythonModel:
     ) -> Generator[tuple[Tensors, bool], None, None]:
         """Yield each response's tensors, and whether it is known to be the last; stop what is left."""
         parameters = {name: value for name, value in parameters.items() if name in PASSED}
-        queries = _renamed(inputs, NAMES["bls_to_preprocessing"])
+        queries = _renamed(inputs, BLS_TO_PREPROCESSING)
         tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
-        prompts = _renamed(tokenized, NAMES["preprocessing_to_llm"])
+        prompts = _renamed(tokenized, PREPROCESSING_TO_ENGINE)
         if not self._finds_texts:  # TensorRT-LLM's C++ backend has no input for them
             prompts.pop(STOP_WORDS_TEXT, None)
-        for name in inputs.keys() - NAMES["bls_to_preprocessing"].keys() - set(_DRAFTING):
-            prompts[NAMES["bls_to_llm"].get(name, name)] = inputs[name]
+        for name in inputs.keys() - BLS_TO_PREPROCESSING.keys() - set(_DRAFTING):
+            prompts[BLS_TO_ENGINE.get(name, name)] = inputs[name]
         streams, unfinished = flag(inputs, "stream"), _sequences(inputs)
         other_end_ids = tokenized.get("OUT_OTHER_END_IDS", np.empty(0, np.int32))
         end_ids = frozenset(other_end_ids.reshape(-1).tolist())
@@ -135,7 +142,7 @@ class TritonPythonModel:
 
     def _decode(self, request_id: str, tensors: Inputs) -> Array:
         """Return the text of a response with its context, UTF-8, shape [beams]."""
-        inputs = _renamed(tensors, NAMES["llm_to_postprocessing"])
+        inputs = _renamed(tensors, ENGINE_TO_POSTPROCESSING)
         if not inputs["CONTEXT_IDS"].size:
             del inputs["CONTEXT_IDS"]
         return _outputs(self._call("postprocessing", request_id, inputs))["OUTPUT"]

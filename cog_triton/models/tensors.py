@@ -3,18 +3,17 @@
 Arrays have the batch as their first dimension; a scalar of the contract has shape [batch].
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter, shown
+from cog_triton.models.names import OLD_INPUTS, SAMPLING_INPUTS, UNKNOWN_METRICS, UNSUPPORTED
 from cog_triton.models.stub import Array, Inputs, flag, indices, words
 from cog_triton.protocol.log_probs import packed_log_probs
 from cog_triton.protocol.names import (
@@ -29,17 +28,13 @@ from cog_triton.protocol.names import (
 )
 from cog_triton.protocol.parameters import ids_parameter
 from cog_triton.request import limits
-from cog_triton.request.request import Guide, GuideKind, Request, engine_guide
+from cog_triton.request.guide import Guide, GuideKind, engine_guide
+from cog_triton.request.request import NO_TOKEN, check_sampling
 
 STOP_WORDS_TEXT = "stop_words_text"
-NAMES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
-# Each a feature of that name.
-_PARAMETERS = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
-_SAMPLED = {each.name: each.name for each in fields(SamplingParams)} | {"top_p": "runtime_top_p"}
-del _SAMPLED["top_k"], _SAMPLED["bad_words"]  # not a Request's, and not a number
+# Parameters of a request that need the engine's feature of that name.
+_FEATURES = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
 _EMPTY = np.empty(0)
-# Inputs by their names before TensorRT-LLM 0.20 (May 2025) → since then.
-_OLD_NAMES = {"random_seed": "seed", "min_length": "min_tokens"}
 
 
 def generation_requests(
@@ -56,29 +51,42 @@ def generation_requests(
     InvalidParameter names an input that is missing, out of range, or not supported.
     """
     inputs = _with_new_names(inputs)
-    given = [n for n, of in NAMES["unsupported"].items() if n in inputs and of not in features]
-    # A zero asks for nothing, a tensor of them for something.
-    refused = [n for n in given if flag(inputs, n) or inputs[n][:1].size > 1]
-    for name in ("beam_width", "num_return_sequences"):
-        if name in inputs:
-            if (least := inputs[name].min()) < 1:
-                raise InvalidParameter(f"{name} must be at least 1, not {least}")
-            refused += [f"{name} > 1"] if (inputs[name] > 1).any() else []
-    if (inputs.get("runtime_top_p_decay", _EMPTY) != 1).any():
-        refused.append("runtime_top_p_decay")
-    refused += [name for name in _PARAMETERS if parameters.get(name) and name not in features]
+    refused = _unsupported(inputs, parameters, features)
     if refused:
         raise InvalidParameter(f"the embedded engine does not support {', '.join(refused)}")
     if "input_ids" not in inputs:
         raise InvalidParameter("input_ids is missing")
     count = len(inputs["input_ids"])
-    return [_generation_request(inputs, i, parameters, end_ids) for i in range(count)]
+    return [_generation_request(inputs, row, parameters, end_ids) for row in range(count)]
+
+
+def _unsupported(inputs: Inputs, parameters: Parameters, features: Collection[str]) -> list[str]:
+    """Return what a request asks for and the engine cannot do."""
+    refused = []
+    for name, feature in UNSUPPORTED.items():
+        if name not in inputs or feature in features:
+            continue
+        # A zero asks for nothing, a tensor of several zeros for something.
+        if flag(inputs, name) or inputs[name][:1].size > 1:
+            refused.append(name)
+    for name in ("beam_width", "num_return_sequences"):
+        if name not in inputs:
+            continue
+        least = inputs[name].min()
+        if least < 1:
+            raise InvalidParameter(f"{name} must be at least 1, not {least}")
+        if (inputs[name] > 1).any():
+            refused.append(f"{name} > 1")
+    if (inputs.get("runtime_top_p_decay", _EMPTY) != 1).any():
+        refused.append("runtime_top_p_decay")
+    refused += [name for name in _FEATURES if parameters.get(name) and name not in features]
+    return refused
 
 
 def _with_new_names(inputs: Inputs) -> Inputs:
     """Return the inputs with the old names replaced; InvalidParameter for both names of one input."""
     renamed = dict(inputs)
-    for old_name, new_name in _OLD_NAMES.items():
+    for old_name, new_name in OLD_INPUTS.items():
         if old_name not in renamed:
             continue
         if new_name in renamed:
@@ -90,64 +98,83 @@ def _with_new_names(inputs: Inputs) -> Inputs:
 
 
 def _generation_request(
-    inputs: Inputs, i: int, parameters: Parameters, end_ids: Collection[int]
+    inputs: Inputs, row: int, parameters: Parameters, end_ids: Collection[int]
 ) -> GenerationRequest:
-    def scalar(name: str, default: Any) -> Any:
-        return inputs[name].reshape(-1)[i].item() if name in inputs else default
+    """Return the request of one row of the batch."""
 
-    row = inputs["input_ids"][i]
-    length = scalar("input_lengths", len(row))
-    if not 0 <= length <= len(row):
-        raise InvalidParameter(f"input_lengths must be between 0 and {len(row)}, not {length}")
-    if (top_k := scalar("runtime_top_k", 0)) < 0:
+    def scalar(name: str, default: Any) -> Any:
+        return inputs[name].reshape(-1)[row].item() if name in inputs else default
+
+    ids = inputs["input_ids"][row]
+    length = scalar("input_lengths", len(ids))
+    if not 0 <= length <= len(ids):
+        raise InvalidParameter(f"input_lengths must be between 0 and {len(ids)}, not {length}")
+    top_k = scalar("runtime_top_k", 0)
+    if top_k < 0:
         raise InvalidParameter(f"top_k must be at least 0, not {top_k}")
-    end_id, log_probs = scalar("end_id", -1), bool(scalar("return_log_probs", False))
-    top, most = parameters.get(TOP_LOG_PROBS, 0), limits.TOP_LOG_PROBS
-    if type(top) is not int or not 0 <= top <= most:
-        text = f"{TOP_LOG_PROBS} must be between 0 and {most}, not {shown(top)}"
-        raise InvalidParameter(text)
-    continued = len(ids_parameter(parameters, CONTINUED))
-    wants_prompts = bool(parameters.get(PROMPT_LOG_PROBS))
-    given: dict[str, Any] = {"seed": None, "min_p": parameters.get(MIN_P) or 0.0}
-    given |= {name: scalar(tensor, 0) for name, tensor in _SAMPLED.items() if tensor in inputs}
-    others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
-    checked = Request(prompt=" ", **given, **others)  # which knows the bounds of these
-    stop_words = _words(inputs, "stop_words_list", i)
-    other_end_ids: list[int] = []
+    sampling: dict[str, Any] = {"seed": None, "min_p": parameters.get(MIN_P) or 0.0}
+    for tensor, name in SAMPLING_INPUTS.items():
+        if tensor in inputs:
+            sampling[name] = scalar(tensor, 0)
+    others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, row)}
+    checked = check_sampling(sampling | others)
+    end_id = scalar("end_id", NO_TOKEN)
+    stop_words = _words(inputs, "stop_words_list", row)
+    other_end_ids: tuple[int, ...] = ()
     if end_id >= 0:
-        ending = [word for word in stop_words if len(word) == 1 and word[0] in end_ids]
-        stop_words = tuple(word for word in stop_words if word not in ending)
-        other_end_ids = [token for (token,) in dict.fromkeys(ending) if token != end_id]
+        other_end_ids = _end_ids_among(stop_words, end_id, end_ids)
+        stop_words = tuple(word for word in stop_words if len(word) > 1 or word[0] not in end_ids)
+    log_probs = bool(scalar("return_log_probs", False))
+    top_log_probs = _top_log_probs(parameters)
+    continued = len(ids_parameter(parameters, CONTINUED))
     return GenerationRequest(
         key="",
-        input_ids=row[:length].tolist(),
-        max_tokens=checked.max_tokens,
+        input_ids=ids[:length].tolist(),
+        max_tokens=checked["max_tokens"],
         end_id=end_id if end_id >= 0 else None,
-        other_end_ids=tuple(other_end_ids),
+        other_end_ids=other_end_ids,
         stop_words=stop_words,
         sampling=SamplingParams(
-            **{name: getattr(checked, name) for name in given},
+            **{name: checked[name] for name in sampling},
             top_k=top_k,
-            bad_words=_words(inputs, "bad_words_list", i),
+            bad_words=_words(inputs, "bad_words_list", row),
         ),
         return_log_probs=log_probs,
-        top_log_probs=top if log_probs else 0,
+        top_log_probs=top_log_probs if log_probs else 0,
         # A client that continues an answer has had them.
-        prompt_log_probs=log_probs and not continued and wants_prompts,
+        prompt_log_probs=log_probs and not continued and bool(parameters.get(PROMPT_LOG_PROBS)),
         continued=min(continued, length),
-        logit_bias=_logit_bias(inputs.get("embedding_bias", _EMPTY), i),
+        logit_bias=_logit_bias(inputs.get("embedding_bias", _EMPTY), row),
         allowed_ids=tuple(ids_parameter(parameters, ALLOWED_IDS)),
-        guide=checked.guide and engine_guide(checked.guide),
+        guide=None if checked["guide"] is None else engine_guide(checked["guide"]),
         lora_task_id=scalar("lora_task_id", 0),
     )
 
 
-def _words(inputs: Inputs, name: str, i: int) -> tuple[tuple[int, ...], ...]:
+def _end_ids_among(
+    stop_words: Sequence[Sequence[int]], end_id: int, end_ids: Collection[int]
+) -> tuple[int, ...]:
+    """Return the end tokens but ``end_id`` that a request has as stop words, each once."""
+    single = dict.fromkeys(word[0] for word in stop_words if len(word) == 1)
+    return tuple(token for token in single if token in end_ids and token != end_id)
+
+
+def _top_log_probs(parameters: Parameters) -> int:
+    top = parameters.get(TOP_LOG_PROBS, 0)
+    if type(top) is not int or not 0 <= top <= limits.TOP_LOG_PROBS:
+        raise InvalidParameter(
+            f"{TOP_LOG_PROBS} must be between 0 and {limits.TOP_LOG_PROBS}, not {shown(top)}"
+        )
+    return top
+
+
+def _words(inputs: Inputs, name: str, row: int) -> tuple[tuple[int, ...], ...]:
     if name not in inputs:
         return ()
-    if (count := inputs[name].shape[-1]) > limits.WORD_IDS:
+    count = inputs[name].shape[-1]
+    if count > limits.WORD_IDS:
         raise InvalidParameter(f"{name} must be at most {limits.WORD_IDS} ids, not {count}")
-    return words_from_list(inputs[name][i])
+    return words_from_list(inputs[name][row])
 
 
 def stop_words_in_text(inputs: Inputs) -> list[list[str]]:
@@ -166,31 +193,35 @@ def words_from_list(word_list: Array) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ids[start:end]) for start, end in places if start < end)
 
 
-def _logit_bias(bias: Array, i: int) -> dict[int, float]:
-    # An array as long as the vocabulary.
+def _logit_bias(bias: Array, row: int) -> dict[int, float]:
+    """Return the biases that are not 0; ``bias`` is empty, or has one for each id of the vocabulary."""
     if not bias.size:
         return {}
-    row = bias[i].reshape(-1)
-    if not np.isfinite(row).all():
+    values = bias[row].reshape(-1)
+    if not np.isfinite(values).all():
         raise InvalidParameter("embedding_bias must be finite")
-    ids = np.flatnonzero(row)
-    return dict(zip(ids.tolist(), row[ids].tolist(), strict=True))
+    ids = np.flatnonzero(values)
+    return dict(zip(ids.tolist(), values[ids].tolist(), strict=True))
 
 
-def _guide(inputs: Inputs, i: int) -> Guide | None:
-    texts = []
-    for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
-        values = inputs.get(name, _EMPTY)
-        value = values.reshape(len(values), -1)[i, 0] if values.size else ""
-        # Text that is not Unicode is refused with the request.
-        texts.append(value.decode(errors="surrogateescape") if isinstance(value, bytes) else value)
-    kind, text = texts
+def _guide(inputs: Inputs, row: int) -> Guide | None:
+    kind = _text(inputs, "guided_decoding_guide_type", row)
+    text = _text(inputs, "guided_decoding_guide", row)
     if not kind and not text:
         return None
     known = [each.value for each in GuideKind]
     if kind not in known:
         raise InvalidParameter(f"guided_decoding_guide_type must be among {known}, not {kind!r}")
     return Guide(GuideKind(kind), text)
+
+
+def _text(inputs: Inputs, name: str, row: int) -> str:
+    """Return a text input; one that is not Unicode is kept, for ``check_sampling`` to refuse it."""
+    values = inputs.get(name, _EMPTY)
+    if not values.size:
+        return ""
+    value = values.reshape(len(values), -1)[row, 0]
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def response_tensors(
@@ -257,7 +288,7 @@ def _perf_metrics(output: Output) -> dict[str, Array]:
     times = [*zip(names, output.times, strict=True), ("first_scheduled_time_ns", 0)]
     return {
         **{name: np.array([[value]], np.int64) for name, value in times},
-        **{name: np.array([[0]], np.int32) for name in NAMES["not_counted"]},
+        **{name: np.array([[0]], np.int32) for name in UNKNOWN_METRICS},
     }
 
 

@@ -1,15 +1,15 @@
-"""A request as every face makes it: a prompt, limits and sampling parameters, each bound stated once."""
+"""A request as every API makes it: a prompt, limits and sampling parameters, each bound stated once."""
 
 import json
 import math
-import re
 import secrets
-from enum import Enum
-from typing import Annotated, Any
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from cog_triton import errors
@@ -26,6 +26,9 @@ from cog_triton.protocol.names import (
 )
 from cog_triton.protocol.parameters import adapter_task_id, ids_text
 from cog_triton.request import limits
+from cog_triton.request.guide import Guide as Guide
+from cog_triton.request.guide import GuideKind as GuideKind
+from cog_triton.request.guide import engine_guide
 
 DEFAULT_MAX_TOKENS = 512
 MAX_SEED = 2**64 - 1
@@ -42,92 +45,36 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Word = Annotated[str, Field(max_length=limits.STOP_CHARACTERS)]
 AtMostWords = Field(max_length=limits.WORDS)
 AtMostBiases = Field(max_length=limits.LOGIT_BIASES)
-OrNone = AfterValidator(lambda number: max(number, 0))  # less than 0 is none, as 0 is
+OrNone = AfterValidator(lambda number: max(number, 0))  # a negative number means none, as 0 does
 
-# Inputs that are fields of a request, with the value that changes nothing: each tensor costs time.
+# Inputs of the ensemble that are fields of a request → the value that changes nothing. It is not sent: each
+# tensor costs time.
 _INPUTS: dict[str, float | None] = {
-    **dict.fromkeys(("max_tokens", "seed", "temperature", "top_p", "end_id", "pad_id")),
-    **dict.fromkeys(("length_penalty", "repetition_penalty"), 1.0),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_k", "min_tokens"), 0.0),
+    "max_tokens": None,
+    "seed": None,
+    "temperature": None,
+    "top_p": None,
+    "end_id": None,
+    "pad_id": None,
+    "length_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_k": 0.0,
+    "min_tokens": 0.0,
 }
 _DTYPES = {int: np.int32, float: np.float32, bool: np.bool_, str: np.object_}
-_NOT_UNICODE = "{} must be valid Unicode, without lone surrogates"
-_TOO_LONG = "{} must be at most {} characters, not {}"
 _BOUNDS = {"ge": "at least", "le": "at most", "gt": "greater than"}
-# Special in regular expressions of any kind; re.escape knows only Python's.
-_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
-_TOKENS = re.compile(r"\\.|\[\^?|.", re.DOTALL)
-_ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
-# With these letters a backslash means the same to every engine, or is refused by name.
-_ESCAPES = frozenset("nrtfvxupPbB0")
-
-
-class GuideKind(str, Enum):
-    """The language of a guide; the values but CHOICE are those of ``guided_decoding_guide_type``."""
-
-    JSON = "json"
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    GRAMMAR = "ebnf_grammar"
-    STRUCTURAL_TAG = "structural_tag"
-    CHOICE = "choice"
-
-
-@dataclass(frozen=True)
-class Guide:
-    """The form of an output; ``text`` of CHOICE is a JSON list of texts, and of JSON empty."""
-
-    kind: GuideKind
-    text: str = ""
-
-
-def engine_guide(guide: Guide) -> Guide:
-    """Return a guide as engines take it, or raise ValueError: a choice as a regex, and classes as ASCII."""
-    kind, text, value = guide.kind, guide.text, None
-    if not text and kind is not GuideKind.JSON:
-        raise ValueError(f"a guide of kind {kind.value} must not be empty")
-    if kind in (GuideKind.JSON_SCHEMA, GuideKind.CHOICE):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the guide is not JSON: {error}") from None
-    if kind is GuideKind.JSON_SCHEMA and not isinstance(value, dict):
-        raise ValueError("a JSON schema must be an object")
-    if kind is GuideKind.CHOICE:
-        texts = value if isinstance(value, list) else []
-        if not texts or not all(isinstance(t, str) and t and is_unicode(t) for t in texts):
-            raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
-        return Guide(GuideKind.REGEX, "|".join(_SPECIAL.sub(r"\\\g<0>", t) for t in texts))
-    return Guide(kind, ascii_classes(text)) if kind is GuideKind.REGEX else guide
-
-
-def ascii_classes(expression: str) -> str:
-    """Spell out \\d, \\w and \\s as Python's re has them with ASCII; engines differ in what they match.
-
-    ValueError names a backslash before a letter or digit that engines take differently.
-    """
-    parts, in_class, first = [], False, False
-    for token in _TOKENS.findall(expression):
-        letter = token[1:] if token[0] == "\\" else ""
-        if letter in _ASCII:
-            token = _ASCII[letter] if in_class else f"[{_ASCII[letter]}]"
-        elif letter.lower() in _ASCII:  # in a class, engines' own: there is no other way to say it
-            token = token if in_class else f"[^{_ASCII[letter.lower()]}]"
-        elif letter.isascii() and letter.isalnum() and letter not in _ESCAPES:
-            raise ValueError(f"{token} is not supported in a regular expression")
-        if token[0] == "[" and not letter and not in_class:
-            in_class = first = True
-        else:
-            in_class, first = in_class and (token != "]" or first), False
-        parts.append(token)
-    return "".join(parts)
 
 
 def _valid(guide: Guide) -> Guide:
-    if (count := len(guide.text)) > limits.GUIDE_CHARACTERS:
-        raise ValueError(_TOO_LONG.format("guide", limits.GUIDE_CHARACTERS, count))
+    length = len(guide.text)
+    if length > limits.GUIDE_CHARACTERS:
+        raise ValueError(
+            f"guide must be at most {limits.GUIDE_CHARACTERS} characters, not {length}"
+        )
     if not is_unicode(guide.text):
-        raise ValueError(_NOT_UNICODE.format("guide"))
+        raise ValueError("guide must be valid Unicode, without lone surrogates")
     engine_guide(guide)
     return guide
 
@@ -180,14 +127,13 @@ class Request:
         try:
             return validate(values)
         except ValidationError as error:
-            raise _explained(error) from None
+            name = str(error.errors(include_url=False)[0]["loc"][0])
+            raise _explained(name, error) from None
 
     def __post_init__(self) -> None:
         if not self.prompt and not self.prompt_ids:
             raise errors.PromptRequired("a prompt is required")
-        if self.min_tokens > self.max_tokens:
-            bound = f"at most max_tokens ({self.max_tokens})"
-            raise InvalidParameter(f"min_tokens must be {bound}, not {shown(self.min_tokens)}")
+        _check_lengths(self.min_tokens, self.max_tokens)
 
     @property
     def greedy(self) -> bool:
@@ -199,28 +145,58 @@ class Request:
         return NO_TOKEN if self.ignore_eos else self.end_id
 
 
-def _explained(error: ValidationError) -> InvalidParameter | errors.PromptTooLong:
+def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of some fields as a Request has them, or raise the UserError that it raises."""
+    checked = {}
+    for name, value in values.items():
+        try:
+            checked[name] = _field_type(name).validate_python(value)
+        except ValidationError as error:
+            raise _explained(name, error) from None
+    if "min_tokens" in checked and "max_tokens" in checked:
+        _check_lengths(checked["min_tokens"], checked["max_tokens"])
+    return checked
+
+
+def _check_lengths(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidParameter(
+            f"min_tokens must be at most max_tokens ({max_tokens}), not {shown(min_tokens)}"
+        )
+
+
+@cache
+def _field_type(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(Request, include_extras=True)[name])
+
+
+def _explained(name: str, error: ValidationError) -> InvalidParameter | errors.PromptTooLong:
+    """Return the error of a field as one that names the field, its bound and the value."""
     problem = error.errors(include_url=False)[0]
-    (name, *_), value, bounds = problem["loc"], problem["input"], problem.get("ctx", {})
+    value = problem["input"]
+    bounds = problem.get("ctx", {})
     if problem["type"] == "too_long":
-        count, most = bounds["actual_length"], bounds["max_length"]
+        count = bounds["actual_length"]
+        limit = bounds["max_length"]
         if name == "prompt_ids":
-            return errors.PromptTooLong(f"the prompt has {count} tokens; the limit is {most}")
-        return InvalidParameter(f"{name} must be at most {most}, not {count}")
+            return errors.PromptTooLong(f"the prompt has {count} tokens; the limit is {limit}")
+        return InvalidParameter(f"{name} must be at most {limit}, not {count}")
     if problem["type"] == "string_too_long":
-        return InvalidParameter(_TOO_LONG.format(name, bounds["max_length"], len(value)))
+        limit = bounds["max_length"]
+        return InvalidParameter(f"{name} must be at most {limit} characters, not {len(value)}")
     if problem["type"] == "string_unicode":
-        return InvalidParameter(_NOT_UNICODE.format(name))
+        return InvalidParameter(f"{name} must be valid Unicode, without lone surrogates")
     if isinstance(value, float) and not math.isfinite(value):
-        must = f"between {-MAX_FLOAT32:g} and {MAX_FLOAT32:g}"
-    elif name in ("top_p", "min_p"):
-        must = "between 0 and 1"
-    elif kind := next((kind for kind in _BOUNDS if kind in bounds), ""):
-        bound = f"{bounds[kind]:g}" if isinstance(value, float) else bounds[kind]
-        must = f"{_BOUNDS[kind]} {bound}"
-    else:
-        return InvalidParameter(str(bounds.get("error", f"{name}: {problem['msg']}")))
-    return InvalidParameter(f"{name} must be {must}, not {shown(value)}")
+        return InvalidParameter(
+            f"{name} must be between {-MAX_FLOAT32:g} and {MAX_FLOAT32:g}, not {shown(value)}"
+        )
+    if name in ("top_p", "min_p"):
+        return InvalidParameter(f"{name} must be between 0 and 1, not {shown(value)}")
+    for kind, words in _BOUNDS.items():
+        if kind in bounds:
+            bound = f"{bounds[kind]:g}" if isinstance(value, float) else bounds[kind]
+            return InvalidParameter(f"{name} must be {words} {bound}, not {shown(value)}")
+    return InvalidParameter(str(bounds.get("error", f"{name}: {problem['msg']}")))
 
 
 def resolve_seed(seed: int | None, *, draws: bool = True) -> int | None:
@@ -237,33 +213,22 @@ def resolve_tokens(which: str, value: int | None, old: int | None) -> int:
     """Choose between max_tokens or min_tokens and its old name; a default counts as not given."""
     default = DEFAULT_MAX_TOKENS if which == "max" else -1
     conflict = errors.ConflictingMaxTokens if which == "max" else errors.ConflictingMinTokens
-    given = {n for n in (None if value == default else value, old) if n is not None and n != -1}
-    if len(given) > 1:
-        text = f"{which}_new_tokens is the old name of {which}_tokens: set only one of them"
-        given_both = f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} differ"
-        raise conflict(f"{given_both}; {text}")
-    return given.pop() if given else default
-
-
-def choose_guide(**inputs: str | None) -> Guide | None:
-    """Return the guide that is given by its kind: json_schema, regex, grammar or choice."""
-    given = {name: text for name, text in inputs.items() if text is not None}
-    if len(given) > 1:
-        raise InvalidParameter(f"{' and '.join(given)} cannot be combined: set only one of them")
-    return next((Guide(GuideKind[name.upper()], text) for name, text in given.items()), None)
+    values = {number for number in (None if value == default else value, old) if number is not None}
+    values.discard(-1)
+    if len(values) > 1:
+        raise conflict(
+            f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} differ; "
+            f"{which}_new_tokens is the old name of {which}_tokens: set only one of them"
+        )
+    return values.pop() if values else default
 
 
 def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     """Make the ensemble's inputs for a streamed request, shapes [batch = 1, 1]; of bad_words [1, words]."""
-    fields = {name: getattr(request, name) for name in _INPUTS}
-    for name in ("max_tokens", "min_tokens"):
-        fields[name] = max(0, fields[name] - len(request.continued_ids))
-    # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
-    if request.greedy:
-        fields |= {"top_k": 1, **dict.fromkeys(("seed", "temperature", "top_p"))}
-    values = {name: value for name, value in fields.items() if value not in (None, _INPUTS[name])}
+    values = _changing_fields(request)
     values["text_input"] = "" if request.prompt_ids else request.prompt
-    values["stream"] = values["return_num_input_tokens"] = True
+    values["stream"] = True
+    values["return_num_input_tokens"] = True
     if request.sent_end_id is not None:
         values["end_id"] = request.sent_end_id
     if request.log_probs is not None:
@@ -282,6 +247,21 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     if request.bad_words:
         arrays["bad_words"] = np.array([[word.encode() for word in request.bad_words]], np.object_)
     return arrays
+
+
+def _changing_fields(request: Request) -> dict[str, Any]:
+    """Return the fields that are inputs of the ensemble and change something."""
+    fields = {name: getattr(request, name) for name in _INPUTS}
+    for name in ("max_tokens", "min_tokens"):
+        fields[name] = max(0, fields[name] - len(request.continued_ids))
+    if request.greedy:
+        # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
+        fields |= {"top_k": 1, "seed": None, "temperature": None, "top_p": None}
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and value != _INPUTS[name]
+    }
 
 
 def request_parameters(request: Request) -> dict[str, str | int | bool]:

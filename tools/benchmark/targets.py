@@ -27,7 +27,8 @@ from cog_triton.engines.serving import Serving
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import generate
 from cog_triton.models.tensors import generation_requests
-from cog_triton.request.request import Request, choose_guide, triton_inputs
+from cog_triton.request.guide import choose_guide
+from cog_triton.request.request import Request, triton_inputs
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 from tools import server_sent_events as sse
 from tools.server_sent_events import CUT, AnswerError, Part

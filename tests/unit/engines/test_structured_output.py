@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.guides import Guides, grammar, without_others
-from cog_triton.request.request import Guide, GuideKind, engine_guide
+from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 

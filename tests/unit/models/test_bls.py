@@ -12,8 +12,12 @@ import pytest
 
 from cog_triton.models import bls, stub
 from cog_triton.models.bls import TritonPythonModel
+from cog_triton.models.names import (
+    BLS_TO_ENGINE,
+    BLS_TO_PREPROCESSING,
+    PREPROCESSING_TO_ENGINE,
+)
 from cog_triton.models.stub import Array
-from cog_triton.models.tensors import NAMES
 from tests.support import wait_until
 from tests.unit.models.support import FINAL, REFUSED, Error, PbUtils, Response, Sender, Tensor
 from tests.unit.models.support import request as stub_request
@@ -123,12 +127,12 @@ def test_the_tables_are_the_ensembles(tmp_path: Path) -> None:
     outputs = {tensor: output for output, tensor in preprocessing.output_map.items()}
     inputs = {tensor: name for name, tensor in llm.input_map.items()}
     to_preprocessing = {tensor: name for name, tensor in preprocessing.input_map.items()}
-    assert to_preprocessing == NAMES["bls_to_preprocessing"]
+    assert to_preprocessing == BLS_TO_PREPROCESSING
     made = {outputs[t]: name for t, name in inputs.items() if t in outputs}
-    assert made == NAMES["preprocessing_to_llm"]
+    assert made == PREPROCESSING_TO_ENGINE
     # Not the ensemble's: they take the way by preprocessing.
     passed = {t: name for t, name in inputs.items() if t not in outputs}
-    assert {t: n for t, n in passed.items() if t != n} == NAMES["bls_to_llm"]
+    assert {t: n for t, n in passed.items() if t != n} == BLS_TO_ENGINE
     drafts = {"num_draft_tokens", "use_draft_logits"}
     own = configs["tensorrt_llm_bls"]
     assert {*names(own.input)} == to_preprocessing.keys() | passed.keys() | drafts

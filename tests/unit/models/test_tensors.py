@@ -7,10 +7,11 @@ import pytest
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter
-from cog_triton.models import engine
+from cog_triton.models import engine, names
 from cog_triton.models import tensors as module
+from cog_triton.models.names import UNSUPPORTED as UNSUPPORTED_INPUTS
 from cog_triton.models.stub import Array
-from cog_triton.models.tensors import NAMES, generation_requests, response_tensors, words_from_list
+from cog_triton.models.tensors import generation_requests, response_tensors, words_from_list
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.protocol.names import CONTINUED
 from cog_triton.protocol.parameters import ids_text
@@ -115,7 +116,7 @@ def test_word_lists(word_list: list[list[int]], words: list[list[int]]) -> None:
     assert words_from_list(np.array(word_list, int)) == tuple(map(tuple, words))
 
 
-UNSUPPORTED = {*NAMES["unsupported"], "runtime_top_p_decay"}
+UNSUPPORTED = {*UNSUPPORTED_INPUTS, "runtime_top_p_decay"}
 HARMLESS = {*CASES["harmless"], *(name for name in INPUTS if name.startswith("retention_"))}
 
 
@@ -127,7 +128,7 @@ def some(name: str, number: float) -> Array:
 
 
 def test_every_input_of_the_contract_is_used_refused_or_known_to_be_harmless() -> None:
-    code = inspect.getsource(engine) + inspect.getsource(module)
+    code = inspect.getsource(engine) + inspect.getsource(module) + inspect.getsource(names)
     used = {name for name in INPUTS if f'"{name}"' in code or name in CASES["sampling"]}
     assert INPUTS.keys() == UNSUPPORTED | HARMLESS | used
     given = inputs() | {name: some(name, 1) for name in HARMLESS}

@@ -6,6 +6,7 @@ import pytest
 
 from cog_triton.errors import ConflictingMaxTokens, InvalidParameter, PromptRequired, PromptTooLong
 from cog_triton.protocol.parameters import adapter_task_id, ids_text, parse_logit_bias
+from cog_triton.request.guide import choose_guide, engine_guide
 from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, parse_json
 from cog_triton.request.request import (
     ANY_SEED,
@@ -14,8 +15,7 @@ from cog_triton.request.request import (
     Guide,
     GuideKind,
     Request,
-    choose_guide,
-    engine_guide,
+    check_sampling,
     request_parameters,
     resolve_seed,
     resolve_tokens,
@@ -48,6 +48,9 @@ def test_what_is_out_of_range(case: dict[str, Any]) -> None:
         request(**{case["name"]: case["value"]})
     why = "{name} must be {must}, not {value}".format(**case)
     assert str(raised.value) == f"E1103 InvalidParameter: {why}"
+    with pytest.raises(InvalidParameter) as raised:
+        check_sampling({"max_tokens": DEFAULT_MAX_TOKENS, case["name"]: case["value"]})
+    assert raised.value.message == why
 
 
 MOST_WORDS = {"stop_sequences": ("a" * 256,) * 64, "bad_words": ("a",) * 1024}
@@ -55,7 +58,9 @@ MOST_WORDS = {"stop_sequences": ("a" * 256,) * 64, "bad_words": ("a",) * 1024}
 
 @pytest.mark.parametrize("values", [*CASES["in_range"], MOST_WORDS])
 def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
-    triton_inputs(request(**values))
+    checked = request(**values)
+    triton_inputs(checked)
+    assert check_sampling(values) == {name: getattr(checked, name) for name in values}
 
 
 @pytest.mark.parametrize(
