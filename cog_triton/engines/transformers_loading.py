@@ -48,8 +48,8 @@ def load_model(parameters: Mapping[str, str]) -> Any:
         if config is None or kind not in _rope_types(config):
             raise
         raise ValueError(
-            f"{name}: the rotary embedding in config.json has the type {kind!r}, which the installed "
-            "transformers does not know; ENGINE=vllm may, or a newer transformers"
+            f"{name}: the installed transformers does not support the rotary embedding type {kind!r} in "
+            "config.json; try ENGINE=vllm or a newer transformers"
         ) from error
     check_report(name, model, report)
     return model.to(device).eval()
@@ -82,7 +82,7 @@ def batching_problem(config: Any, kind: Any) -> str | None:
     if config.is_encoder_decoder:
         return "has an encoder"
     if kind._is_stateful:
-        return "keeps a recurrent state (Mamba, linear attention and the like)"
+        return "keeps a recurrent state (like Mamba and linear attention)"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _BATCHED_LAYERS)
     if others:
         return f"has layers of {', '.join(others)}"
@@ -90,11 +90,11 @@ def batching_problem(config: Any, kind: Any) -> str | None:
         return "compresses keys and values (multi-head latent attention)"
     family = text.model_type
     if family in _UNBATCHED_FAMILIES:
-        return "has an attention of its own"
+        return "has a custom attention"
     if not kind._supports_attention_backend and family not in _BATCHED_FAMILIES:
-        return "has an attention of its own"
+        return "has a custom attention"
     if not kind._supports_sdpa and family not in _EAGER_FAMILIES:
-        return "has an attention that SDPA lacks"
+        return "has an attention that SDPA does not support"
     rope = getattr(text, "rope_parameters", None) or {}
     if family == "phimoe" and rope.get("rope_type") == "longrope":
         return "scales its attention by the length of a whole batch (LongRoPE)"
@@ -115,27 +115,25 @@ def check_report(name: str, model: Any, report: Mapping[str, Any]) -> None:
     """
     for weight, shape, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
-            f"the weights of {name} are not those of its config.json: {weight} has the shape "
-            f"{tuple(shape)}, and should have {tuple(expected)}"
+            f"the weights of {name} do not match its config.json: {weight} has the shape "
+            f"{tuple(shape)} instead of {tuple(expected)}"
         )
     missing = sorted(report["missing_keys"])
     unexpected = sorted(report["unexpected_keys"])
     if missing:
-        text = f"{name} lacks {len(missing)} of the model's weights: {first_names(missing)}"
+        unknown = ""
         if unexpected:
-            text += (
-                f"; it has {len(unexpected)} that are not the model's: {first_names(unexpected)}"
-            )
+            unknown = f" and contains {len(unexpected)} unknown weights ({first_names(unexpected)})"
         raise ValueError(
-            f"{text}. Random numbers would take their place; check that the checkpoint is complete, and "
-            "that it is one of the architecture in its config.json"
+            f"{name} lacks {len(missing)} of the model's weights ({first_names(missing)}){unknown}; check "
+            "that the checkpoint is complete and matches the architecture in its config.json"
         )
     ignored = [key for key in unexpected if _belongs_to_a_weight(model, key)]
     if ignored:
         raise ValueError(
-            f"{name} has {len(ignored)} weights that would be ignored: {first_names(ignored)}. By "
-            "config.json, the modules that they belong to have no such parameter (of a quantization, or a "
-            "bias that it turns off); take the config.json that belongs to the checkpoint"
+            f"{name} contains {len(ignored)} weights that would be ignored ({first_names(ignored)}), such "
+            "as quantization scales or biases that config.json does not declare; use the config.json that "
+            "belongs to the checkpoint"
         )
     if report.get("error_msgs"):
         raise ValueError(f"{name} could not be loaded: {report['error_msgs'][0]}")

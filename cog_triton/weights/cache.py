@@ -41,7 +41,7 @@ from cog_triton.weights.hub import fetch_from_hub
 logger = logging.getLogger(__name__)
 
 _LEFTOVERS, _DOWNLOAD = ("tree-", "pget-"), ("download.",)
-ZSTD = "is compressed with zstd, which Python reads from 3.14 on; give a plain .tar or a .tar.gz"
+ZSTD = "is compressed with zstd, which requires Python 3.14; use a .tar or .tar.gz file"
 # tarfile raises these, too, for an archive that is damaged, or made to do damage.
 _LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
 _PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
@@ -81,8 +81,9 @@ def fetch(
     """
     expected = checksum.strip().lower().removeprefix("sha256:") if checksum else None
     if expected is not None and not re.fullmatch("[0-9a-f]{64}", expected):
-        text = "is not 64 hexadecimal digits, with or without sha256: before them"
-        raise ConfigurationError(f"checksum {checksum!r} {text}")
+        raise ConfigurationError(
+            f"the checksum {checksum!r} is not valid; use 64 hexadecimal digits, optionally after sha256:"
+        )
     try:
         if source.lower().startswith(("http://", "https://")):
             return _fetch_tar(source, display_url(source), cache, expected)
@@ -91,16 +92,17 @@ def fetch(
             path = path.resolve()
             return _fetch_tar(path.as_uri(), str(path), cache, expected, path)
         if expected is not None:
-            text = f"a checksum was given, but {shown_url(source)} is not a tar file"
-            advice = "for Hugging Face, pin a commit with org/name@commit"
-            raise ConfigurationError(f"{text}; {advice}")
+            raise ConfigurationError(
+                f"WEIGHTS_SHA256 is set, but {shown_url(source)} is not a tar file; to pin a Hugging Face "
+                "model, use org/name@commit"
+            )
         directory = path if path.exists() else fetch_from_hub(source, token)
         if directory.is_file():  # in a repository of GGUF files
             return directory
         if not directory.is_dir():
             raise ConfigurationError(f"{directory} is neither a file nor a directory")
         if not any(directory.iterdir()):
-            raise ConfigurationError(f"{directory} is empty; it should hold the model's files")
+            raise ConfigurationError(f"{directory} is empty; it should contain the model's files")
         return directory
     except OSError as error:
         problem = f"{error.filename or cache}: {error.strerror or error}"
@@ -118,8 +120,10 @@ def local_path(source: str) -> Path:
         return Path(url2pathname(url.path))
     scheme, separator, _ = source.partition("://")
     if separator:
-        text = "an https:// URL (a presigned one, for what is in a bucket), a path, or a Hugging Face id"
-        raise ConfigurationError(f"weights cannot be fetched by {scheme}://; give {text}")
+        raise ConfigurationError(
+            f"weights cannot be fetched from {scheme}:// URLs; use an https:// URL (for a bucket, a "
+            "presigned one), a path, or a Hugging Face id"
+        )
     return Path(os.path.expanduser(source))
 
 
@@ -166,8 +170,10 @@ def _fetch_tar(
                 raise
             _remove(entry, _DOWNLOAD)
             free = tqdm.format_sizeof(shutil.disk_usage(entry).free, "B")
-            text = f"no space left for {shown} in {cache}, where {free} is free ({error.strerror})"
-            raise ConfigurationError(f"{text}; free some, or move the cache") from None
+            raise ConfigurationError(
+                f"not enough disk space for {shown} in {cache}: {free} free, {error.strerror}; free some "
+                "space, or set WEIGHTS_CACHE to another disk"
+            ) from None
         return model_directory(entry / fetched.tree)
 
 
@@ -218,15 +224,17 @@ def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str
             while expected and (block := file.read(1 << 20)):
                 digest.update(block)
         if expected and (found := digest.hexdigest()) != expected:
-            text = f"not {expected}; the file or the checksum is wrong"
-            raise ConfigurationError(f"{shown} has the SHA-256 {found}, {text}")
+            raise ConfigurationError(
+                f"{shown} has the SHA-256 checksum {found}, not {expected}; the file or WEIGHTS_SHA256 is "
+                "wrong"
+            )
         if gguf.has_magic(tar):
             _copy(tar, tree / _gguf_name(shown))
         else:
             unpack(tar, tree, shown)
         files, size = _tally(tree)
         if not files:
-            raise ConfigurationError(f"{shown} contains no files; check how it was made")
+            raise ConfigurationError(f"{shown} contains no files; check how it was created")
     except BaseException as error:
         shutil.rmtree(tree)
         if isinstance(error, ConfigurationError):  # others leave it to be unpacked the next time
@@ -276,8 +284,9 @@ def _tally(tree: Path) -> tuple[int, int]:
 def unpack(archive: Path, directory: Path, shown: str) -> None:
     """Unpack a tar file into an empty directory; refuse parts of one and members that are not safe."""
     if not hasattr(tarfile, "data_filter"):
-        text = "tar files need Python 3.10.12, 3.11.4 or later, which filters them"
-        raise ConfigurationError(text)
+        raise ConfigurationError(
+            "unpacking tar files safely requires Python 3.10.12, 3.11.4 or later; upgrade Python"
+        )
     opened = False
     try:
         with tarfile.open(archive, errorlevel=2) as tar:
@@ -287,12 +296,13 @@ def unpack(archive: Path, directory: Path, shown: str) -> None:
         root = os.path.realpath(directory)
         for path in directory.rglob("*"):  # the filter saw a link before those that came after it
             if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
-                raise tarfile.FilterError(f"{path.name!r} is a link that leads outside")
+                raise tarfile.FilterError(f"{path.name!r} is a link to a place outside the archive")
     except tarfile.FilterError as error:
-        text = f"its member {error}; make the tar file without it"
-        raise ConfigurationError(f"{shown} is not unpacked: {text}") from None
+        raise ConfigurationError(
+            f"{shown} is unsafe to unpack: its member {error}; recreate the tar file without it"
+        ) from None
     except (tarfile.TarError, *_LIBRARIES, *_PYTHON) as error:
-        problem = f"is cut short or damaged ({error})" if opened else _not_a_tar(archive)
+        problem = f"is truncated or damaged ({error})" if opened else _not_a_tar(archive)
         raise ConfigurationError(f"{shown} {problem}") from None
     except OSError as error:
         if error.errno is None:  # gzip and bz2 report damage so
@@ -333,4 +343,4 @@ def _not_a_tar(archive: Path) -> str:
         return ZSTD
     if head.lstrip().startswith(b"<"):
         return "is a web page instead of a tar file; check the URL"
-    return "is neither a tar file nor a GGUF file, or cut short; check its contents"
+    return "is neither a tar file nor a GGUF file, or is truncated; check its contents"

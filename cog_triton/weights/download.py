@@ -28,10 +28,10 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _HEADERS = {"User-Agent": "cog-triton", "Accept-Encoding": "identity"}
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _ADVICE = {
-    401: "it asks for a login; put user:password@ before the host, or give a presigned URL",
-    403: "access is refused; a presigned URL may have expired, so make a new one",
-    404: "there is no such file; check the URL",
-    410: "the file is gone; check the URL",
+    401: "it requires a login; put user:password@ before the host, or use a presigned URL",
+    403: "access denied; if this is a presigned URL, it may have expired: create a new one",
+    404: "the file does not exist; check the URL",
+    410: "the file no longer exists; check the URL",
 }
 
 
@@ -87,10 +87,12 @@ class Download:
                 if self._size >= counted_from + PROGRESS:
                     failures, counted_from = 1, self._size
         if not self._answered:
-            text = f"cannot be reached ({problem}); check the URL and the network"
-            raise Unreachable(f"{self._shown} {text}")
-        text = f"the download of {self._shown} ended early {failures} times ({problem})"
-        raise ConfigurationError(f"{text}; start again to continue it")
+            raise Unreachable(
+                f"{self._shown} cannot be reached ({problem}); check the URL and the network"
+            )
+        raise ConfigurationError(
+            f"the download of {self._shown} failed {failures} times ({problem}); start again to resume it"
+        )
 
     def _try(self, client: httpx.Client, current: Version | None) -> bool:
         etag, size, start = self.version.etag, self.version.size, self._size
@@ -106,7 +108,7 @@ class Download:
             if status in _TRANSIENT:
                 raise httpx.RequestError(f"HTTP {status}")
             if status not in (200, 206, 304, 416):
-                advice = _ADVICE.get(status, "it sends no file; check the URL")
+                advice = _ADVICE.get(status, "it did not send the file; check the URL")
                 raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
             self._answered = True
             if status == 304 and "If-None-Match" in headers:
@@ -163,7 +165,7 @@ class Download:
                 self._size += len(chunk)
                 progress.update(len(chunk))
         if self.version.size not in (None, self._size):
-            raise httpx.RequestError(f"{self._size} of {self.version.size} bytes came")
+            raise httpx.RequestError(f"only {self._size} of {self.version.size} bytes arrived")
 
     def _run_pget(self) -> None:
         self._pget = False  # one try
@@ -175,6 +177,6 @@ class Download:
         status = subprocess.run(command, capture_output=True, check=False).returncode
         if status != 0 or not target.is_file() or target.stat().st_size != self.version.size:
             target.unlink(missing_ok=True)
-            raise httpx.RequestError(f"pget ended with status {status}; downloading without it")
+            raise httpx.RequestError(f"pget exited with status {status}; downloading without it")
         self._size = target.stat().st_size
         target.replace(self.path)

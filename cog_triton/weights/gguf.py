@@ -52,7 +52,7 @@ def gguf_file(path: Path) -> Path | None:
     refuse_split(str(path), names)
     if len(files) > 1:
         raise ConfigurationError(
-            f"{path} holds several GGUF files ({', '.join(names)}); name one of them"
+            f"{path} contains several GGUF files ({', '.join(names)}); set MODEL to one of them"
         )
     return files[0] if files else None
 
@@ -80,8 +80,8 @@ def refuse_split(source: str, names: Sequence[str]) -> None:
     for name in names:
         if is_split(name):
             raise ConfigurationError(
-                f"{source}: {name} is one of several parts of a model, and GGUF files are read whole; "
-                "join them by `llama-gguf-split --merge` of llama.cpp"
+                f"{source}: {name} is one part of a split GGUF model, which is not supported; merge the "
+                "parts with llama.cpp's `llama-gguf-split --merge`"
             )
 
 
@@ -92,7 +92,7 @@ def converted(file: Path, cache: Path, dtype: str = "auto") -> Path:
         dtype: of the numbers; "auto" are those that transformers makes of the file's.
     """
     if not has_magic(file):
-        raise ConfigurationError(f"{file} is not a GGUF file, or cannot be read")
+        raise ConfigurationError(f"{file} is not a GGUF file or cannot be read")
     original = file.resolve()  # in the cache of Hugging Face, a file of no name
     status = original.stat()
     identity = f"gguf {_REVISION} {original} {status.st_size} {status.st_mtime_ns}"
@@ -123,15 +123,15 @@ def _convert_in_process(file: Path, directory: Path, dtype: str) -> None:
     missing = [name for name in ("torch", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"{file} is a GGUF file, which takes the packages torch, transformers and gguf to read: "
-            f"{' and '.join(missing)} cannot be imported (pip install 'cog-triton[local]')"
+            f"reading the GGUF file {file} requires {' and '.join(missing)}, which cannot be imported; "
+            "pip install 'cog-triton[local]'"
         )
-    logger.info("converting %s, once, which may take minutes", file.name)
+    logger.info("converting %s; this happens once and can take minutes", file.name)
     command = [sys.executable, "-m", "cog_triton.weights.gguf", str(file), str(directory), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ConfigurationError(f"{file} could not be converted by transformers: {lines[-1]}")
+        raise ConfigurationError(f"transformers could not convert {file}: {lines[-1]}")
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:
@@ -140,9 +140,7 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
     try:
         details = read_details(file)
     except UnreadableDetailError as error:
-        sys.exit(
-            f"{error}, which transformers would ignore; take the checkpoint that it was made of"
-        )
+        sys.exit(f"{error}, which transformers would ignore; use the original checkpoint instead")
     from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
 
     # transformers knows the file by its suffix.
@@ -187,7 +185,7 @@ def _check_weights(model: Any, report: Mapping[str, Any], details: Details) -> N
         sys.exit(f"it lacks {len(missing)} of the model's weights: {names}")
     if details.has_biases and not any(name.endswith(".bias") for name in model.state_dict()):
         sys.exit(
-            f"it has biases, for which transformers has no place in a model of {model.config.model_type}"
+            f"it contains biases, which transformers ignores in {model.config.model_type} models"
         )
 
 
@@ -198,7 +196,7 @@ def check_whole(file: Path) -> None:
     try:
         gguf.GGUFReader(file)  # looks at the place of every tensor
     except (ValueError, LookupError, OverflowError, MemoryError) as error:
-        sys.exit(f"it is cut short or damaged ({error})")
+        sys.exit(f"it is truncated or damaged ({error})")
 
 
 if __name__ == "__main__":

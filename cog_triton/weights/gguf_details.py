@@ -93,7 +93,7 @@ def _rope(fields: dict[str, Any], factors: dict[str, Numbers]) -> dict[str, Any]
     if kind in (None, "none") or factor in (None, 0.0, 1.0):
         return None
     if kind not in _SCALINGS:
-        raise UnreadableDetailError(f"its rotary embedding is scaled by {kind!r}")
+        raise UnreadableDetailError(f"its rotary embedding has the scaling {kind!r}")
     scaled = {**base, "rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = original or value("context_length")
@@ -111,7 +111,7 @@ def _llama3_rope(
     expected = _llama3_factors(theta, size, context, largest)
     if expected.shape != factors.shape or not np.allclose(expected, factors, rtol=1e-3):
         raise UnreadableDetailError(
-            "its rope_freqs.weight scales the rotary embedding otherwise than Llama 3 does"
+            "its rope_freqs.weight scales the rotary embedding differently from Llama 3"
         )
     return {
         "rope_theta": theta,

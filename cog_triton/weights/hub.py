@@ -29,21 +29,20 @@ HUB_ID = re.compile(
 # The file that llama.cpp and Ollama take where a repository has several and none is named.
 USUAL_QUANTIZATION = "Q4_K_M"
 _NOT_IN_THE_CACHE = (
-    "is not a local directory and not complete in the Hugging Face cache, and Hugging Face cannot be"
-    " reached or is turned off (HF_HUB_OFFLINE); check the network, or name a local directory"
+    "is neither a local directory nor complete in the Hugging Face cache, and Hugging Face is unreachable"
+    " or turned off (HF_HUB_OFFLINE); check the network, or use a local directory"
 )
 # What is wrong with a repository, by the name of huggingface_hub's error.
 _PROBLEMS = {
     "GatedRepoError": (
-        "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the account that"
-        " did"
+        "is gated: accept its terms on huggingface.co, and set HF_TOKEN to a token of the same account"
     ),
     "RevisionNotFoundError": "has no such revision; check what follows the @",
     "RepositoryNotFoundError": (
-        "is not a local directory, and Hugging Face has no such repository or shows it only to others;"
-        " check the name, or set a token (HF_TOKEN) that may read it"
+        "is not a local directory, and its Hugging Face repository does not exist or is private; check"
+        " the name, or set HF_TOKEN to a token with access"
     ),
-    "HFValidationError": "is not a valid Hugging Face id; write org/name@revision",
+    "HFValidationError": "is not a valid Hugging Face id; use org/name or org/name@revision",
     "LocalEntryNotFoundError": _NOT_IN_THE_CACHE,
     "OfflineModeIsEnabled": _NOT_IN_THE_CACHE,
 }
@@ -61,9 +60,9 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     """
     match = HUB_ID.fullmatch(source)
     if match is None:
-        text = "a local file or directory, a URL, or a Hugging Face id"
         raise ConfigurationError(
-            f"{shown_url(source)!r} is not {text} (org/name or org/name@revision)"
+            f"{shown_url(source)!r} is not a local file or directory, a URL, or a Hugging Face id "
+            "(org/name or org/name@revision)"
         )
     # Imported here, because it takes a while and most deployments have their files in place.
     from huggingface_hub import snapshot_download
@@ -90,13 +89,13 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
         if not files and wanted is None:
             return snapshot
         file = choose_gguf(source, files, wanted)
-        logger.info("the model is %s of %s", file, name)
+        logger.info("using %s from %s", file, name)
         snapshot = Path(
             snapshot_download(name, revision=revision, token=token, allow_patterns=[file])
         )
     if not (snapshot / file).is_file():
         raise ConfigurationError(
-            f"{file} of {source} is not in the Hugging Face cache, and cannot be downloaded now"
+            f"{file} of {source} is not in the Hugging Face cache and cannot be downloaded now"
         )
     return snapshot / file
 
@@ -119,16 +118,15 @@ def choose_gguf(source: str, files: Sequence[str], wanted: str | None) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if not models:
-        raise ConfigurationError(f"{source} has no GGUF file of a model")
+        raise ConfigurationError(f"{source} contains no GGUF file of a model")
     repository = source.partition("@")[0]
     if wanted is None:
-        problem = f"{source} has several GGUF files, and not one of them is {USUAL_QUANTIZATION}"
+        problem = f"{source} has several GGUF files, but no single {USUAL_QUANTIZATION} file"
     else:
         repository = repository[: -len(wanted) - 1]
-        number = "several GGUF files" if fitting else "no GGUF file"
-        problem = f"{source} names {number}"
+        problem = f"{source} matches {'several GGUF files' if fitting else 'no GGUF file'}"
     raise ConfigurationError(
-        f"{problem}; write {repository}/FILE with one of {', '.join(fitting or whole)}"
+        f"{problem}; use {repository}/FILE, where FILE is one of {', '.join(fitting or whole)}"
     )
 
 
@@ -173,8 +171,10 @@ def _described_problems(source: str) -> Iterator[None]:
             advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
             problem = f"Hugging Face answered HTTP {status} for {source}; {advice}"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = f"for {source} in the Hugging Face cache"
-            problem = f"no space left {place}; free some, or set HF_HOME"
+            problem = (
+                f"not enough disk space for {source} in the Hugging Face cache; free some space, or set "
+                "HF_HOME to another disk"
+            )
         else:
             problem = f"{source} could not be fetched from Hugging Face: {kinds[0]}; try again"
         raise ConfigurationError(problem) from None

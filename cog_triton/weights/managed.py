@@ -120,21 +120,23 @@ def _declared(root: Path, manifest: Path) -> list[Entry]:
     lock = _read(root / LOCK)
     in_image = _read(manifest)
     if lock.version not in (None, LOCK_VERSION):
-        text = f"is of version {lock.version}, and this release reads version {LOCK_VERSION}"
-        raise ConfigurationError(f"{root / LOCK} {text}")
+        raise ConfigurationError(
+            f"{root / LOCK} has version {lock.version}, but this release supports version {LOCK_VERSION}"
+        )
     declared = list(in_image.weights or config.weights or ())
     locked = {entry.name: entry for entry in lock.weights or ()}
     found = []
     for entry in declared:
         pinned = locked.get(entry.name)
         if pinned is None and locked:
-            text = f"{root / LOCK} has no {entry.name}, which {CONFIG} declares"
-            raise ConfigurationError(f"{text}: run `cog weights import`")
-        if pinned is not None and pinned.target != entry.target:
-            text = (
-                f"{root / LOCK} has {entry.name} at {pinned.target}, and {CONFIG} at {entry.target}"
+            raise ConfigurationError(
+                f"{root / LOCK} lacks {entry.name}, which {CONFIG} declares; run `cog weights import`"
             )
-            raise ConfigurationError(f"{text}: run `cog weights import`")
+        if pinned is not None and pinned.target != entry.target:
+            raise ConfigurationError(
+                f"{root / LOCK} places {entry.name} at {pinned.target}, but {CONFIG} places it at "
+                f"{entry.target}; run `cog weights import`"
+            )
         found.append(pinned or entry)
     return found
 
@@ -157,15 +159,18 @@ def _read(file: Path) -> _Document:
 def _checked(entry: Entry) -> Managed:
     directory = Path(entry.target)
     if not directory.is_dir():
-        text = f"the weights {entry.name} are not mounted: there is no directory {directory}"
-        advice = "start by `cog predict` or `cog serve` after `cog weights import`, or set MODEL"
-        raise ConfigurationError(f"{text}; {advice}")
+        raise ConfigurationError(
+            f"the weights {entry.name} are not mounted: the directory {directory} does not exist; run "
+            "`cog weights import` and then `cog predict` or `cog serve`, or set MODEL"
+        )
     found = [_problem(directory, file) for file in entry.files or ()]
     problems = [problem for problem in found if problem is not None]
     if problems:
-        text = f"the weights {entry.name} in {directory} are not those of {LOCK}"
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ConfigurationError(f"{text}: {problems[0]}{more}; run `cog weights pull`")
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigurationError(
+            f"the weights {entry.name} in {directory} do not match {LOCK}: {problems[0]}{more}; run "
+            "`cog weights pull`"
+        )
     return Managed(entry.name, directory, role_of(directory))
 
 

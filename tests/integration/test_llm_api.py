@@ -81,5 +81,5 @@ def test_an_adapter(llm_api_triton: TritonServer, tokenizer: Tokenizer) -> None:
         return text(ask(request, llm_api_triton, tokenizer, "grpc"))
 
     assert answer("poet") == answer("poet") != answer("") == ANSWER
-    with pytest.raises(InvalidParameter, match=r"lora_task_id \d+: there is no such adapter"):
+    with pytest.raises(InvalidParameter, match=r"lora_task_id \d+: no adapter has this id"):
         answer("bard")

@@ -84,16 +84,16 @@ def test_a_link_that_another_user_put_where_cog_keeps_files(tmp_path: Path) -> N
 
 
 OF_CONFIG = (
-    "model tensorrt_llm: the weights of {model} are not those of its config.json: "
+    "model tensorrt_llm: the weights of {model} do not match its config.json: "
     "model.layers.0.mlp.down_proj.weight has the shape"
 )
-ZEBRA = "{model}/config.json has the model type 'zebra', with which the installed transformers"
+ZEBRA = "the installed transformers cannot generate text with the model type 'zebra' in {model}"
 
 
 @pytest.mark.parametrize(
     ("files", "content", "cause"),
     [
-        ("config.json", None, "{model} has no config.json"),
+        ("config.json", None, "{model}/config.json does not exist"),
         ("config.json", '{"model_type": ', "{model}/config.json cannot be read: Expecting value"),
         ("tokenizer*", None, "{model} contains no tokenizer"),
         ("model.safetensors", "no", "{model}/model.safetensors is damaged or incomplete"),

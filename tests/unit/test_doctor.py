@@ -41,7 +41,7 @@ def test_a_machine_that_can_serve(
         ({"MODEL": "/nothing"}, "/nothing does not exist", "--model"),
         ({"TRITONSERVER": "/nothing"}, "TRITONSERVER=/nothing is not a file", "nvidia-pytriton"),
         ({"MAX_RUNNING": "many"}, "MAX_RUNNING='many'", ""),
-        ({"ENGINE": "tensorrtllm"}, "ENGINE=tensorrtllm needs ENGINE_DIR", ""),
+        ({"ENGINE": "tensorrtllm"}, "ENGINE=tensorrtllm requires ENGINE_DIR", ""),
     ],
     ids=["model", "short-path", "tritonserver", "setting", "engine"],
 )

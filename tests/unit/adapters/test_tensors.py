@@ -76,7 +76,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) ->
     [
         ({}, {}, "it has no weights"),
         (dict(list(Q.items())[:1]), {}, "layers.3 q_proj has no lora_B"),
-        (WIDE, {}, r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)"),
+        (WIDE, {}, r"q_proj has lora_A \(2, 3\) and lora_B \(4, 5\)"),
         (
             module("mlp.gate_up_proj", outputs=5),
             {},
@@ -107,14 +107,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter_config\.json is not JSON"):
         read_adapter(adapter, "float16")
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-    with pytest.raises(ValueError, match="it may run code"):
+    with pytest.raises(ValueError, match="it could run code"):
         read_adapter(adapter, "float16")
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(7e4, "float16"), (math.inf, "bfloat16")])
 def test_a_weight_that_is_no_number_of_the_type(tmp_path: Path, value: float, dtype: str) -> None:
     adapter = saved(tmp_path / "a", {name: np.full_like(v, value) for name, v in DOWN.items()})
-    with pytest.raises(ValueError, match=f"not a finite {dtype}"):
+    with pytest.raises(ValueError, match=f"NaN, infinite or out of range in {dtype}"):
         read_adapter(adapter, dtype)
 
 
@@ -144,9 +144,9 @@ def test_files_of_the_script(tmp_path: Path, dtype: str, view: Any, columns: int
 @pytest.mark.parametrize(
     ("weights", "rows", "message"),
     [
-        (HALF.astype(np.float32), np.ones((1, 2, 3)), "are float32, and the engine's are float16"),
-        (HALF, np.ones((1, 3, 3)), r"shape \(1, 2, 5\), for 3 modules"),
-        (HALF, np.ones((1, 2, 2)), r"has the shape \(1, 2, 2\)"),
+        (HALF.astype(np.float32), np.ones((1, 2, 3)), "are float32, but the engine's are float16"),
+        (HALF, np.ones((1, 3, 3)), r"shape \(1, 2, 5\), which does not fit 3 modules"),
+        (HALF, np.ones((1, 2, 2)), r"has the unexpected shape \(1, 2, 2\)"),
         (HALF, np.ones((1, 2, 4)), "does not support DoRA"),
     ],
 )

@@ -26,16 +26,19 @@ def make_checkpoint(directory: Path, names: list[str], config: dict[str, Any]) -
     [
         (
             [f"_orig_mod.{LAYER}.weight"],
-            "1 of 1 weights .* wrapped model .*: _orig_mod.model.layers",
+            "1 of 1 weights .* wrapped by .*: _orig_mod.model.layers",
         ),
         ([f"module.{LAYER}.weight", "a.weight"], "1 of 2 weights"),
         (["model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight"], "wrapped model"),
         ([f"base_model.model.{LAYER}.base_layer.weight"], "merge_and_unload"),
         (
             [f"{LAYER}.weight", f"{LAYER}.weight_scale_inv"],
-            "has 1 scales or zeros .*weight_scale_inv",
+            "contains 1 scales or zero points .*weight_scale_inv",
         ),
-        ([f"{LAYER}.qweight", f"{LAYER}.qzeros", f"{LAYER}.scales"], "has 3 scales or zeros"),
+        (
+            [f"{LAYER}.qweight", f"{LAYER}.qzeros", f"{LAYER}.scales"],
+            "contains 3 scales or zero points",
+        ),
         ([f"layers.{i}.weight_packed" for i in range(5)], "layers.2.weight_packed and 2 more"),
     ],
 )
@@ -52,18 +55,18 @@ def test_names_that_no_model_of_the_configuration_has(
     [
         (
             {"quantization_config": {"quant_method": "zebra"}},
-            "names the quantization 'zebra'.*gptq",
+            "does not support the quantization 'zebra'.*gptq",
         ),
-        ({"quantization_config": {"bits": 4}}, "names the quantization None"),
+        ({"quantization_config": {"bits": 4}}, "does not support the quantization None"),
         ({"eos_token_id": [2, None]}, r"config.json: eos_token_id must be .* not \[2, None\]"),
         ({"eos_token_id": "2"}, "config.json: eos_token_id must be .* not '2'"),
         ({"pad_token_id": [0]}, r"config.json: pad_token_id must be a token id, not \[0\]"),
         ({"text_config": {"quantization_config": {"quant_method": "modelopt"}}}, "'modelopt'"),
         ({"compression_config": {"quant_method": "zebra"}}, "'zebra'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
-        ({"architectures": ["BertForMaskedLM"]}, "holds a BertForMaskedLM"),
-        ({"model_type": "llava"}, r"images and text \(llava\).*ENGINE=vllm"),
-        ({"model_type": "vit"}, "model type 'vit', .* generates no text"),
+        ({"architectures": ["BertForMaskedLM"]}, "contains a BertForMaskedLM"),
+        ({"model_type": "llava"}, r"vision-language model \(llava\).*ENGINE=vllm"),
+        ({"model_type": "vit"}, "cannot generate text with the model type 'vit'"),
         ({"model_type": "zebra"}, "model type 'zebra'"),
     ],
 )
@@ -116,7 +119,7 @@ def test_what_transformers_reads(config: dict[str, Any], tmp_path: Path) -> None
 def test_an_index_that_is_not_of_its_form(index: Any, name: str, tmp_path: Path) -> None:
     llm = make_checkpoint(tmp_path, ["a"], {})
     (tmp_path / name).write_text(json.dumps(index))
-    with pytest.raises(ConfigurationError, match=f"{name} is not an index of shards"):
+    with pytest.raises(ConfigurationError, match=f"{name} is not a valid index of shards"):
         check_files(llm)
 
 
@@ -134,7 +137,9 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "adapter_model.safetensors")
     for engine in ("transformers", "vllm"):
-        with pytest.raises(ConfigurationError, match=r"is an adapter of org/llama, .* LORA_DIR"):
+        with pytest.raises(
+            ConfigurationError, match=r"contains an adapter of org/llama, .* LORA_DIR"
+        ):
             check_files({"engine": engine, "model": str(tmp_path)})
 
 
@@ -146,10 +151,14 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
     [
         ("model.safetensors", POINTER, "Git LFS pointer"),
         ("pytorch_model.bin", POINTER, "Git LFS pointer"),
-        ("pytorch_model.bin", b"PK\x03\x04 and no more", "or it is cut short"),
-        ("pytorch_model.bin", b"", "or it is cut short"),
-        ("model-00001-of-00002.safetensors", None, "without an index"),
-        ("consolidated.safetensors", None, "weights consolidated.safetensors without an index"),
+        ("pytorch_model.bin", b"PK\x03\x04 and no more", "it is truncated, or"),
+        ("pytorch_model.bin", b"", "it is truncated, or"),
+        ("model-00001-of-00002.safetensors", None, "but none of the files"),
+        (
+            "consolidated.safetensors",
+            None,
+            "weights consolidated.safetensors but none of the files",
+        ),
     ],
 )
 def test_files_of_weights_that_are_not_whole(

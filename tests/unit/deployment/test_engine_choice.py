@@ -31,7 +31,7 @@ def test_auto(case: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFix
     directory = make_engine(tmp_path / "engine") if has_engine else tmp_path
     here = runtimes(tmp_path, **{name: case[name] for name in ("backend", "tensorrt_llm", "gpu")})
     assert preparation.choose_engine(directory, here) == chosen
-    assert ("the engine is not used" in caplog.text) == (has_engine and not case["backend"])
+    assert ("is not used, because" in caplog.text) == (has_engine and not case["backend"])
 
 
 @pytest.mark.parametrize("case", CASES["vllm"])
@@ -63,9 +63,9 @@ def test_an_engine_that_fits_and_what_is_missing(case: dict[str, Any], tmp_path:
 
 def test_an_engine_that_is_not_there_or_has_no_backend(tmp_path: Path) -> None:
     here, directory = runtimes(tmp_path), make_engine(tmp_path / "engine")
-    assert "needs ENGINE_DIR" in str(problem(None, here))
+    assert "requires ENGINE_DIR" in str(problem(None, here))
     nowhere = Runtimes(tmp_path / "none", "1.3.0", True)
-    assert f"{BACKEND_LIBRARY} is missing" in str(problem(directory, nowhere))
+    assert f"{BACKEND_LIBRARY} does not exist" in str(problem(directory, nowhere))
     (directory / "config.json").write_text("oops")
     with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
         problem(directory, here)
@@ -81,7 +81,7 @@ def test_another_or_an_unknown_version_is_worth_a_warning(
 
 
 def test_ranks_are_for_the_backend_only(demo_model: Path) -> None:
-    text = r"WORLD_SIZE=2 is for TensorRT-LLM's C\+\+ backend"
+    text = r"WORLD_SIZE=2 applies only to ENGINE=tensorrtllm"
     with pytest.raises(ConfigurationError, match=text):
         resolve_engine(read_settings({"MODEL": str(demo_model), "WORLD_SIZE": "2"}))
 
@@ -94,7 +94,11 @@ def test_backends_that_swap_sampling_parameters(case: dict[str, Any]) -> None:
 
 def test_adapters_that_cannot_be_used(tmp_path: Path) -> None:
     for engine, directory, problem in [
-        ("simulated", tmp_path, "no effect with ENGINE=simulated: transformers, "),
+        (
+            "simulated",
+            tmp_path,
+            "no effect with ENGINE=simulated; the engines that support adapters are transformers, ",
+        ),
         ("transformers", tmp_path / "nowhere", "is not a directory"),
     ]:
         with pytest.raises(ConfigurationError, match=problem):

@@ -144,7 +144,7 @@ def test_a_running_request_keeps_the_files_that_it_began_with(
     second = llm.start(prompt, **poet)
     second.next()
     shutil.rmtree(adapters / "poet")
-    assert "there is no such adapter" in str(llm.start(prompt, **poet).last().error)
+    assert "no adapter has this id" in str(llm.start(prompt, **poet).last().error)
     assert first.wait().ids == before != after
     assert second.wait().ids == after
     llm.ids(lora_task_id=task("bard"))
@@ -170,7 +170,7 @@ def test_the_least_recently_used_adapters_make_room(
         assert len(llm.ids(lora_task_id=task("third"))) == 8
         large = llm.start(lora_task_id=task("bard")).last()
         assert type(large.error) is EngineError
-        assert "lora_cache_host_memory_bytes is" in str(large.error)
+        assert "more than the lora_cache_host_memory_bytes" in str(large.error)
 
 
 def test_whatever_fails_while_a_request_is_prepared_ends_it_with_the_reason(
@@ -233,10 +233,10 @@ def test_a_configuration_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("name", "tensor", "reason"),
     [
-        (A, None, "has no weight .*lora_A.weight"),
+        (A, None, "lacks the weight .*lora_A.weight"),
         (B, torch.ones(7, 4), "size mismatch for .*lora_B"),
-        (B, torch.full((96, 4), torch.nan), "not finite"),
-        (LAYER.format(99, "A"), torch.ones(4, 96), "this model have no weight model.layers.99"),
+        (B, torch.full((96, 4), torch.nan), "NaN or infinite"),
+        (LAYER.format(99, "A"), torch.ones(4, 96), "its weight model.layers.99.* is not in"),
     ],
 )
 def test_weights_that_cannot_be_used(
@@ -256,7 +256,7 @@ def test_without_peft_the_engine_runs_and_says_what_to_install(
         assert len(llm.ids()) == 8
         end = llm.start(lora_task_id=task("poet")).last()
     assert type(end.error) is EngineError
-    assert "lora_task_id needs PEFT" in str(end.error)
+    assert "lora_task_id requires PEFT" in str(end.error)
     assert "pip install 'peft>=0.21,<0.22'" in str(end.error)
 
 
@@ -267,5 +267,5 @@ def test_a_layer_that_sees_some_tokens_only_fails_that_adapter(model: Any, adapt
     layers.begin_step([(None, 1), (row.adapter, 3)])
     layer = model.model.layers[0].self_attn.q_proj
     layer(torch.randn(1, 3, layer.in_features))
-    problem = "model.layers.0.self_attn.q_proj does not see each token once"
+    problem = "model.layers.0.self_attn.q_proj does not process each token exactly once"
     assert str(row.error) == f"lora_task_id 7: {problem}"

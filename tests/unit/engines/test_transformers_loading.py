@@ -41,22 +41,22 @@ def without(part: str) -> Callable[[Weights], Weights]:
     ("change", "said"),
     [
         pytest.param(
-            without("lm_head"), "lacks 1 of the model's weights: lm_head.weight", id="head"
+            without("lm_head"), r"lacks 1 of the model's weights \(lm_head.weight", id="head"
         ),
         pytest.param(without("layers.1.mlp"), r"lacks 3 of .*layers.1.mlp.down_proj", id="layer"),
         pytest.param(
             lambda weights: {f"net.{name}": value for name, value in weights.items()},
-            r"lacks 21 of .* and 18 more; it has 21 that are not the model's: net\.",
+            r"lacks 21 of .* and 18 more\) and contains 21 unknown weights \(net\.",
             id="other names",
         ),
         pytest.param(
             lambda weights: {**weights, "model.layers.0.mlp.up_proj.bias": torch.ones(96)},
-            "has 1 weights that would be ignored: model.layers.0.mlp.up_proj.bias",
+            r"contains 1 weights that would be ignored \(model.layers.0.mlp.up_proj.bias",
             id="bias",
         ),
         pytest.param(
             lambda weights: {**weights, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)},
-            "has 1 weights that would be ignored: .*weight_scale",
+            r"contains 1 weights that would be ignored \(.*weight_scale",
             id="scale",
         ),
     ],
@@ -74,7 +74,7 @@ def test_an_unknown_rotary_embedding_is_named(llama: Path, tmp_path: Path) -> No
     config = json.loads((directory / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "of_tomorrow", "rope_theta": 10000.0}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"rotary embedding .* type 'of_tomorrow', which"):
+    with pytest.raises(ValueError, match=r"rotary embedding type 'of_tomorrow'"):
         load_model({"model": str(directory), "device": "cpu"})
 
 

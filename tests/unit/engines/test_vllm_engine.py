@@ -94,7 +94,7 @@ def test_an_adapter_that_comes_later_is_replaced_or_is_broken(
     llm: Requests, demo_model: Path, adapters: Path, tmp_path: Path
 ) -> None:
     task_id = adapter_task_id("poet")
-    with pytest.raises(EngineError, match="there is no such adapter"):
+    with pytest.raises(EngineError, match="no adapter has this id"):
         llm.start(lora_task_id=task_id)
     poet = make_adapter(demo_model, adapters / "poet", seed=2)
     before = llm.ids(max_tokens=30, lora_task_id=task_id)

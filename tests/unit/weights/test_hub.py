@@ -113,7 +113,7 @@ def test_a_file_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.fetch("org/name:Q8_0") == "a-Q8_0.gguf"
     assert hub.fetch("org/name") == "a-q4_k_m.gguf"
-    with pytest.raises(ConfigurationError, match=r"org/name:IQ4_XS names no GGUF file"):
+    with pytest.raises(ConfigurationError, match=r"org/name:IQ4_XS matches no GGUF file"):
         hub.fetch("org/name:IQ4_XS")
     assert hub.fetched == []
 
@@ -124,28 +124,28 @@ def test_a_file_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPa
         (
             ("a-Q8_0.gguf", "a-Q5_0.gguf"),
             "org/name",
-            "org/name has several GGUF files, and not one of them is Q4_K_M; "
-            "write org/name/FILE with one of a-Q5_0.gguf, a-Q8_0.gguf",
+            "org/name has several GGUF files, but no single Q4_K_M file; "
+            "use org/name/FILE, where FILE is one of a-Q5_0.gguf, a-Q8_0.gguf",
         ),
         (
             ("a-Q8_0.gguf", "a-Q5_0.gguf"),
             "org/name:Q2_K@main",
-            "org/name:Q2_K@main names no GGUF file; write org/name/FILE with one of "
+            "org/name:Q2_K@main matches no GGUF file; use org/name/FILE, where FILE is one of "
             "a-Q5_0.gguf, a-Q8_0.gguf",
         ),
         (
             ("x/a-Q8_0.gguf", "x/b-Q8_0.gguf"),
             "org/name:Q8_0",
-            "org/name:Q8_0 names several GGUF files; write org/name/FILE with one of "
+            "org/name:Q8_0 matches several GGUF files; use org/name/FILE, where FILE is one of "
             "x/a-Q8_0.gguf, x/b-Q8_0.gguf",
         ),
         (
             ("a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"),
             "org/name",
-            "a-Q8_0-00001-of-00002.gguf is one of several parts",
+            "a-Q8_0-00001-of-00002.gguf is one part of a split GGUF model",
         ),
-        (("model.safetensors",), "org/name:Q8_0", "org/name:Q8_0 has no GGUF file of a model"),
-        (("mmproj.gguf",), "org/name", "org/name has no GGUF file of a model"),
+        (("model.safetensors",), "org/name:Q8_0", "org/name:Q8_0 contains no GGUF file of a model"),
+        (("mmproj.gguf",), "org/name", "org/name contains no GGUF file of a model"),
     ],
 )
 def test_a_repository_without_one_file_to_take(

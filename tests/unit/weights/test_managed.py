@@ -118,7 +118,7 @@ def test_a_mounted_model_is_served_without_a_variable(
     settings = with_files(read_settings({}))
     assert (settings.model, settings.tokenizer_dir) == (str(directory), str(directory))
     assert model_name(read_settings({})) == "llama"
-    assert f"the model comes from the weights llama, which Cog mounts at {directory}" in caplog.text
+    assert f"using the weights llama, which Cog mounts at {directory}, as the model" in caplog.text
 
 
 def test_a_mounted_engine_and_a_tokenizer_are_used_together(project: Project) -> None:
@@ -141,7 +141,7 @@ def test_a_variable_comes_before_what_is_mounted(
     settings = read_settings({variable: str(other)})
     assert model_name(settings) == "other"
     assert str(project.mounts / "llama") not in with_files(settings).model_dump_json()
-    assert f"the model comes from {variable}, not from the weights that Cog" in caplog.text
+    assert f"using the model of {variable}, not the weights that Cog" in caplog.text
     caplog.clear()
     (project.root / "cog.yaml").unlink()
     with_managed_weights(settings, log=True)
@@ -166,7 +166,7 @@ def test_of_two_models_the_first_is_used_and_the_log_says_so(
         project.mount(name, Role.MODEL)
     project.declare("first", "second")
     assert with_managed_weights(read_settings({})).model == str(project.mounts / "first")
-    assert "second is not used, because first comes first in cog.yaml" in caplog.text
+    assert "the weights second are not used, because first comes first in cog.yaml" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_of_two_models_the_first_is_used_and_the_log_says_so(
         ("missing", "model.safetensors is missing; run `cog weights pull`"),
         ("cut", "model.safetensors has 3 bytes instead of 7"),
         ("other", "model.safetensors has different content"),
-        ("empty", "config.json is missing, and 2 more"),
-        ("unmounted", "the weights llama are not mounted: there is no directory"),
-        ("moved", "weights.lock has llama at /elsewhere, and cog.yaml at"),
+        ("empty", "config.json is missing (and 2 more)"),
+        ("unmounted", "the weights llama are not mounted: the directory"),
+        ("moved", "weights.lock places llama at /elsewhere, but cog.yaml places it at"),
         (
             "unlocked",
-            "weights.lock has no llama, which cog.yaml declares: run `cog weights import`",
+            "weights.lock lacks llama, which cog.yaml declares; run `cog weights import`",
         ),
-        ("newer", "weights.lock is of version 2, and this release reads version 1"),
+        ("newer", "weights.lock has version 2, but this release supports version 1"),
         ("broken", "weights.lock cannot be read: "),
         ("malformed", "weights.lock cannot be read: weights.0.files.0.size"),
     ],

@@ -92,7 +92,7 @@ def test_a_local_tar_file_is_unpacked(
 def test_a_local_tar_file_that_changes_and_is_checked(tmp_path: Path, cache: Path) -> None:
     file, digest = tmp_path / "m.tar", hashlib.sha256(tar()).hexdigest()
     file.write_bytes(tar())
-    with refused(f"has the SHA-256 {digest}, not 000"):
+    with refused(f"has the SHA-256 checksum {digest}, not 000"):
         fetch(str(file), cache=cache, checksum="0" * 64)
     found = fetch(str(file), cache=cache, checksum=f" SHA256:{digest.upper()}\n")
     assert contents(found) == FILES
@@ -145,7 +145,7 @@ NO_ROUTE = getattr(HTTP_LIBRARY, "ConnectError", None) or HTTP_LIBRARY.Connectio
 HUB_ERRORS = [
     *map(hub_error, CASES["hub"]),
     (NO_ROUTE("hf_secret"), "could not be fetched from Hugging Face: Connect(ion)?Error"),
-    (OSError(errno.ENOSPC, "hf_secret"), "no space left .* HF_HOME"),
+    (OSError(errno.ENOSPC, "hf_secret"), "not enough disk space .* HF_HOME"),
     (OSError("hf_secret"), "could not be fetched from Hugging Face: OSError"),
     (ValueError("hf_secret"), "could not be fetched from Hugging Face: ValueError"),
 ]
@@ -168,7 +168,7 @@ def test_the_real_hub_is_off(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """The real library, which is told to stay offline, with its real cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with refused("cannot be reached or is turned off"):
+    with refused("is unreachable or turned off"):
         fetch("org/name", cache=cache, token="hf_secret")
     commit = "0" * 40
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / commit

@@ -19,17 +19,17 @@ from tests.unit.weights.support import Site, contents, entry, refused, tar, tar_
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is neither a tar file nor a GGUF file, or cut short"),
-        (b"some text" * 1000, "is neither a tar file nor a GGUF file, or cut short"),
+        (b"", "is neither a tar file nor a GGUF file, or is truncated"),
+        (b"some text" * 1000, "is neither a tar file nor a GGUF file, or is truncated"),
         (b" \n<!DOCTYPE html><p>Please log in", "is a web page"),
         (b"\x28\xb5\x2f\xfd" + bytes(2000), "compressed with zstd"),
-        (tar()[:100], "is neither a tar file nor a GGUF file, or cut short"),
-        (tar()[:1024], "cut short or damaged"),  # where the second header should be
-        (tar()[:1024] + b"x" * 512 + tar()[1536:], "cut short or damaged"),
-        (gzip.compress(tar())[:-9], "cut short or damaged"),
+        (tar()[:100], "is neither a tar file nor a GGUF file, or is truncated"),
+        (tar()[:1024], "truncated or damaged"),  # where the second header should be
+        (tar()[:1024] + b"x" * 512 + tar()[1536:], "truncated or damaged"),
+        (gzip.compress(tar())[:-9], "truncated or damaged"),
         (gzip.compress(tar())[:-8] + bytes(8), r"m\.tar is damaged \(CRC"),
-        (bz2.compress(tar())[:-30], "or cut short"),
-        (lzma.compress(tar())[:-30], "cut short or damaged"),
+        (bz2.compress(tar())[:-30], "or is truncated"),
+        (lzma.compress(tar())[:-30], "truncated or damaged"),
         (tar_of(entry("directory", "m")), "contains no files"),
         # tarfile would look for what it links to, which is itself, and so on; or leave it out.
         (tar_of(entry("file", "ok"), entry("symlink", "x" * 300, "x" * 300)), "damaged"),
