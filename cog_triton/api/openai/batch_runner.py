@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cog_triton.api.openai import exchange
 from cog_triton.api.openai.batches import (
-    MONTH_SECONDS,
     ROW_BYTES,
     SQL,
     Checks,
@@ -33,6 +32,7 @@ from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.api.openai.journal import LOOK_SECONDS, Jobs, NoRoom
 from cog_triton.api.openai.keys import Key
 from cog_triton.api.openai.pacing import LoopPace
+from cog_triton.api.openai.schemas.files_and_batches import MONTH_SECONDS
 from cog_triton.api.openai.served import BATCH_CALL, Call, Served
 from cog_triton.errors import JournalUnavailable
 

@@ -11,19 +11,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cog_triton.api.openai import exchange, fields
+from cog_triton.api.openai import exchange, validation
 from cog_triton.api.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.api.openai.journal import MOST_DELETED, Counted, Journal, NoRoom
 from cog_triton.api.openai.pacing import ThreadPace
 from cog_triton.api.openai.paging import page_limit, page_order, unknown_cursor
+from cog_triton.api.openai.schemas.files_and_batches import BatchBody, FileForm, LineBody
 from cog_triton.api.openai.served import FromApp, Served, current
 from cog_triton.api.openai.storable import no_room, stored
 from cog_triton.errors import is_unicode, shown
@@ -82,7 +83,7 @@ SQL: dict[str, Any] = {
 }
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
-WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time
+WINDOW_SECONDS = 86400  # a batch's time
 UPLOAD_SECONDS = 3600  # after which one that came to no end is removed
 CHUNK_BYTES = 1 << 16  # of an upload in one row, and the rest of its last line
 CHUNKS_AT_ONCE = 16  # that are written or deleted together
@@ -92,32 +93,6 @@ MOST_NAME_CHARACTERS = 1024
 _NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
 _AFTER = ("anchor", "seconds")
 _View = Callable[[Any], dict[str, Any]]
-_Pairs = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
-
-
-class ExpiresAfter(fields.Body):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=3600, le=MONTH_SECONDS)
-
-
-class BatchBody(fields.Body):
-    input_file_id: str
-    endpoint: str
-    completion_window: Literal["24h"]
-    metadata: Annotated[_Pairs, fields.few_pairs(16)] | None = None
-    output_expires_after: ExpiresAfter | None = None
-
-
-class LineBody(fields.Body):
-    custom_id: str = Field(min_length=1, max_length=512)
-    method: Literal["POST"]
-    url: str
-    body: dict[str, Any]
-
-
-class FileForm(fields.Body):
-    purpose: Literal["batch"]
-    expires_after: ExpiresAfter = ExpiresAfter(anchor="created_at", seconds=MONTH_SECONDS)
 
 
 async def _journal(request: HttpRequest) -> Any:
@@ -213,7 +188,7 @@ def _seconds_of(parts: Mapping[str, Part]) -> int:
     try:
         return FileForm.model_validate(given, strict=False).expires_after.seconds
     except ValidationError as error:
-        raise exchange.body_error(error, given) from None
+        raise validation.body_error(error, given) from None
 
 
 async def _kept(journal: Journal, file: Part, seconds: int) -> dict[str, Any]:
@@ -449,7 +424,7 @@ class Checks:
             raise invalid(
                 "This line is larger than the maximum size of a request.", code="invalid_json_line"
             )
-        found: Any = exchange.validated(data, LineBody, self._served)
+        found = validation.validated(data, LineBody, self._served)
         if found.url != self._endpoint:
             raise invalid(
                 f"url must be the batch's endpoint, {self._endpoint}", "url", "url_mismatch"

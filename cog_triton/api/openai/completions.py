@@ -9,18 +9,24 @@ from typing import Any, TypeAlias
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from cog_triton.api.openai import custom_tools, exchange, fields, turns
-from cog_triton.api.openai.blocks import Block
+from cog_triton.api.openai import exchange
+from cog_triton.api.openai.chats import custom_tools
+from cog_triton.api.openai.chats.completions import prompt_requests, repeated
+from cog_triton.api.openai.chats.prompt import chat_prompt
+from cog_triton.api.openai.chats.token_ids import token_ids, with_ids
+from cog_triton.api.openai.chats.tool_use import function
+from cog_triton.api.openai.chats.turn import Turn, chat_turn
 from cog_triton.api.openai.errors import ApiError, invalid
+from cog_triton.api.openai.schemas.chat import ChatBody
+from cog_triton.api.openai.schemas.completions import CompletionBody
+from cog_triton.api.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 from cog_triton.api.openai.served import FromApp, Served
-from cog_triton.errors import prompt_too_long
+from cog_triton.api.openai.tool_calls.blocks import Block
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
-from cog_triton.request.limits import UNKNOWN_TOKENS
-from cog_triton.request.request import MAX_SEED, Request
+from cog_triton.request.request import Request
 
 router = APIRouter(route_class=exchange.BodyRoute)
-DEFAULT_MAX_TOKENS = 16
 DETOKENIZED = (
     2**16
 )  # tokens, where a context has fewer; decoding holds the lock of Python's threads
@@ -30,30 +36,30 @@ AnyChoice: TypeAlias = "ChatChoice | TextChoice"
 
 
 @router.post("/v1/chat/completions", responses=exchange.STREAMED)
-async def chat_completions(body: fields.ChatBody, served: FromApp) -> exchange.Answering:
+async def chat_completions(body: ChatBody, served: FromApp) -> exchange.Answering:
     """Answers messages, in one body or as events."""
-    turn = await exchange.off_loop(turns.chat_turn, body, served)
+    turn = await exchange.off_loop(chat_turn, body, served)
     return await answering(body, served, [turn.request], partial(ChatChoice, turn))
 
 
 @router.post("/v1/completions", responses=exchange.STREAMED)
-async def completions(body: fields.CompletionBody, served: FromApp) -> exchange.Answering:
+async def completions(body: CompletionBody, served: FromApp) -> exchange.Answering:
     """Completes prompts, in one body or as events."""
     prompts = await exchange.off_loop(prompt_requests, body, served)
     return await answering(body, served, prompts, TextChoice)
 
 
 @router.post("/tokenize")
-async def tokenize(body: fields.TokenizeBody, served: FromApp) -> Response:
+async def tokenize(body: TokenizeBody, served: FromApp) -> Response:
     """The token ids of a prompt, or of messages as the model sees them."""
     served.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("either prompt or messages must be given", "prompt")
     text, special = body.prompt, body.add_special_tokens is not False
     if text is None:  # the template of a chat has the tokens that begin a text
-        text = await exchange.off_loop(turns.chat_prompt, body, served)
+        text = await exchange.off_loop(chat_prompt, body, served)
         special = bool(body.add_special_tokens)
-    tokens = await turns.token_ids(served, text, special=special)
+    tokens = await token_ids(served, text, special=special)
 
     def answer() -> bytes:
         names = None
@@ -71,7 +77,7 @@ async def tokenize(body: fields.TokenizeBody, served: FromApp) -> Response:
 
 
 @router.post("/detokenize")
-async def detokenize(body: fields.DetokenizeBody, served: FromApp) -> Response:
+async def detokenize(body: DetokenizeBody, served: FromApp) -> Response:
     """The text of token ids, special ones included."""
     served.adapter(body.model)
 
@@ -87,48 +93,14 @@ async def detokenize(body: fields.DetokenizeBody, served: FromApp) -> Response:
     return Response(await exchange.off_loop(answer), media_type="application/json")
 
 
-def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request]:
-    """Return the request for the first answer to each prompt."""
-    if body.prompt == []:
-        raise invalid("prompt must not be an empty list", "prompt")
-    one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-    given: Any = [body.prompt] if one else body.prompt
-    if len(given) * (body.n or 1) > fields.MOST_ANSWERS:
-        raise invalid(f"prompt and n must ask for at most {fields.MOST_ANSWERS} answers", "prompt")
-    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    values = {
-        "max_tokens": 1 if body.echo and most == 0 else most,  # engines make one token at least
-        "add_special_tokens": body.add_special_tokens,
-        **fields.sampling(body, served),
-    }
-    ways = ({"prompt": p} if isinstance(p, str) else {"prompt": "", "prompt_ids": p} for p in given)
-    return [Request(**prompt, **values) for prompt in ways]
-
-
-def _nth(request: Request, number: int) -> Request:
-    """Return the request for one of several answers."""
-    if request.seed is None:
-        return request
-    return replace(request, seed=(request.seed + number) % (MAX_SEED + 1))
-
-
 async def answering(
     body: Any, served: Served, prompts: Sequence[Request], choice: Callable[..., AnyChoice]
 ) -> exchange.Answering:
     """Return ``n`` answers to each prompt, whose seeds count up if one was given."""
-    prompts = [await turns.with_ids(prompt, body, served) for prompt in prompts]
+    prompts = [await with_ids(prompt, body, served) for prompt in prompts]
     requests = await exchange.off_loop(repeated, prompts, body.n or 1, served)
     choices = [choice(number, own, body, served) for number, own in enumerate(requests)]
     return exchange.Answering(served, body, ChoiceWriter(body, int(time.time()), choices), requests)
-
-
-def repeated(prompts: Sequence[Request], count: int, served: Served) -> list[Request]:
-    """Return so many requests for each prompt, or raise PromptTooLong."""
-    most = served.backend.context_length or UNKNOWN_TOKENS
-    for prompt in prompts:
-        if len(prompt.prompt_ids) > most:
-            raise prompt_too_long(len(prompt.prompt_ids), most - 1)
-    return [_nth(prompt, number) for prompt in prompts for number in range(count)]
 
 
 class Choice:
@@ -164,9 +136,7 @@ class Choice:
 
 
 class ChatChoice(Choice):
-    def __init__(
-        self, turn: turns.Turn, index: int, request: Request, body: Any, served: Served
-    ) -> None:
+    def __init__(self, turn: Turn, index: int, request: Request, body: Any, served: Served) -> None:
         super().__init__(index, request, body, served)
         self._echo, self._parser, self._named = echoed(body), turn.parser(), bool(turn.use.named)
         self._plain = turn.known is None and turn.thoughts is None and not body.return_token_ids
@@ -226,7 +196,7 @@ class ChatChoice(Choice):
         if block.name in self._custom:
             custom = {"name": block.name, "input": custom_tools.text_of(block.text)}
             return {"id": block.id, "type": "custom", "custom": custom}
-        return {"id": block.id, **turns.function(name=block.name, arguments=block.text)}
+        return {"id": block.id, **function(name=block.name, arguments=block.text)}
 
     def _piece(self, delta: dict[str, Any]) -> Piece:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -247,7 +217,7 @@ class ChatChoice(Choice):
         return {**ended, "finish_reason": "tool_calls"} if called else ended
 
 
-def echoed(body: fields.ChatBody) -> str:
+def echoed(body: ChatBody) -> str:
     """Return the text of the assistant's that the answer follows, if it is asked for."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant":
@@ -263,7 +233,7 @@ def _delta(block: Block, text: str) -> dict[str, Any]:
         return {"content" if block.kind == "text" else "reasoning_content": text}
     call: dict[str, Any] = {"function": {"arguments": text}}
     if not text:
-        call = {"id": block.id, **turns.function(name=block.name, arguments="")}
+        call = {"id": block.id, **function(name=block.name, arguments="")}
     return {"tool_calls": [{"index": block.index, **call}]}
 
 
@@ -326,8 +296,10 @@ class TextChoice(Choice):
 
 
 class ChoiceWriter:
-    def __init__(self, body: fields.Sampling, created: int, choices: Sequence[AnyChoice]) -> None:
-        self._is_chat = isinstance(body, fields.ChatBody)
+    def __init__(
+        self, body: ChatBody | CompletionBody, created: int, choices: Sequence[AnyChoice]
+    ) -> None:
+        self._is_chat = isinstance(body, ChatBody)
         name = exchange.new_id("chatcmpl-" if self._is_chat else "cmpl-")
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = {"id": name, "object": kind, "created": created, "model": body.model}

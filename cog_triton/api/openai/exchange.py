@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from fastapi import Request as HttpRequest
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -26,8 +25,9 @@ from cog_triton.api.openai.errors import (
     api_error,
     invalid,
 )
-from cog_triton.api.openai.fields import Asking, Body
+from cog_triton.api.openai.schemas.base import AnswerBody
 from cog_triton.api.openai.served import Chunks, Served, current
+from cog_triton.api.openai.validation import NEEDS_OBJECT, validated
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
@@ -41,9 +41,7 @@ LARGE_BODY = bodies.LARGE_BYTES
 MOST_VALUES_ON_LOOP = 2000  # of a whole response that is made without a thread
 TOKEN_TEXTS = 1 << 16  # that are kept
 ERRORS, MESSAGE_ERRORS, STREAMED = TABLES["responses"]  # of routes, in /openapi.json
-_NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _T = TypeVar("_T")
-_B = TypeVar("_B", bound=Body)
 dumps = orjson.dumps
 
 
@@ -62,7 +60,7 @@ class BodyRoute(APIRoute):
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)  # for the log; nobody reads it
             if not (kind := request.headers.get("content-type")):
-                raise invalid(_NEEDS_OBJECT)
+                raise invalid(NEEDS_OBJECT)
             if not is_json(kind):
                 text = f"the body must have Content-Type: application/json, not {shown(kind)}"
                 raise ApiError(415, text, code="unsupported_content_type")
@@ -81,70 +79,6 @@ async def off_loop(function: Callable[..., _T], *args: Any) -> _T:
     return await asyncio.to_thread(function, *args) if current().large else function(*args)
 
 
-def validated(raw: bytes, model: type[Body], served: Served) -> Body:
-    """Parse and validate a body. Without a ``model``, it asks for the only one that is served."""
-    value = parsed(raw) if raw else None
-    if not isinstance(value, dict):
-        raise invalid(_NEEDS_OBJECT)
-    if "model" in model.model_fields and value.get("model") is None:
-        value["model"] = served.only_model()
-    return valid(model, value)
-
-
-def valid(model: type[_B], value: Any) -> _B:
-    """Return a value as a body, or raise ApiError."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise body_error(error, value) from None
-
-
-def parsed(raw: bytes) -> Any:
-    """Parse JSON, refusing what has more values than a request may have before they are made."""
-    try:
-        return bodies.parse_json(raw)
-    except bodies.BadBody as error:
-        raise invalid(f"the body {error}") from None
-
-
-def body_error(error: ValidationError, value: Any) -> ApiError:
-    """Return the first of the most specific problems of a body, in the manner of OpenAI's errors."""
-    found = error.errors(include_url=False)
-    if not found[0]["loc"]:
-        return invalid(f"the name of a field of the body: {found[0]['msg']}")
-    # Of a field with several types, each that does not fit has a problem.
-    place, problem = max(
-        ((_place(problem, value), problem) for problem in found),
-        key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0])),
-    )
-    where = place[0] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
-    given = problem["input"]
-    number = "integer" if isinstance(given, int) else "decimal"
-    code = TABLES["codes"].get(problem["type"], "invalid_type").format(number)
-    if problem["type"] == "missing":
-        return invalid(f"you must provide {where}", where, code)
-    if problem["type"] == "too_long":
-        most = problem["ctx"]["max_length"]
-        return invalid(f"{where} must have at most {most} items", where, code)
-    kinds: dict[type, str] = {dict: "an object", list: "a list"}
-    kind = kinds.get(type(given)) or shown(given)
-    text = f"{where}: {problem['msg']}"
-    return invalid(f"{text}, not {kind}", where, code, log_message=text)
-
-
-def _place(problem: Any, value: Any) -> list[Any]:
-    """Return the path in the body; pydantic's has names of types in it, which the body has not."""
-    place: list[Any] = []
-    *path, last = problem["loc"]
-    for step in path if problem["type"] == "missing" else (*path, last):
-        try:
-            value = value[step]
-        except (TypeError, LookupError):
-            continue
-        place.append(step)
-    return [*place, last] if problem["type"] == "missing" or not place else place
-
-
 class Writer(Protocol):
     """Makes the response of one API: the events of a stream, or the whole body."""
 
@@ -158,7 +92,7 @@ class Answering(Response):
     """The response that a writer makes of the answers to requests; its client's end ends these."""
 
     served: Served
-    asked: Asking
+    asked: AnswerBody
     writer: Writer
     requests: Sequence[Request]
     started: bool = False

@@ -1,345 +1,27 @@
 """The forms of /v1/responses, OpenAI's newer API, on the same chats; store.py has its routes."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
-
-from cog_triton.api.openai import (
-    contents,
-    custom_tools,
-    exchange,
-    fields,
-    response_tools,
-    turns,
-)
-from cog_triton.api.openai.blocks import Block, Parser
+from cog_triton.api.openai import exchange
+from cog_triton.api.openai.chats import custom_tools, from_responses, response_tools
+from cog_triton.api.openai.chats.response_tools import ClientTool
 from cog_triton.api.openai.errors import TABLES, ApiError, invalid
-from cog_triton.api.openai.response_tools import (
-    ClientTool,
-    FlatNamedTool,
-    HostedToolChoice,
-    allowed_kind,
-    choice_kind,
+from cog_triton.api.openai.schemas.base import JsonObject
+from cog_triton.api.openai.schemas.responses import (
+    FlatTool,
+    InputItem,
+    ReasoningOptions,
+    ResponsesBody,
+    TextFormat,
 )
-from cog_triton.errors import shown
+from cog_triton.api.openai.tool_calls.blocks import Block, Parser
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 
-
-class FlatAllowedTools(fields.Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FlatNamedTool, Tag("named")] | Annotated[HostedToolChoice, Tag("hosted")],
-                Discriminator(allowed_kind),
-            ]
-        ],
-        Field(min_length=1),
-        fields.Bounded,
-    ]
-
-
-class ReasoningOptions(fields.Body):
-    effort: fields.Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class TextFormat(fields.JsonSchema):
-    type: Literal["text", "json_object", "json_schema"]
-
-
-class TextOptions(fields.Body):
-    format: TextFormat | None = None
-
-
-class Part(fields.Body):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class InputItem(fields.Body):
-    """One item of the input; its fields depend on its type, which a message need not have."""
-
-    type: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Annotated[list[Part], fields.Bounded] | None = None
-    summary: Annotated[list[Part], fields.Bounded] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    action: dict[str, Any] | None = None
-    output: str | Annotated[list[Part], fields.Bounded] | None = None
-
-
-class AdditionalTools(fields.Body):
-    """Tools that a client adds within the conversation; Codex sends some of its tools so."""
-
-    type: Literal["additional_tools"]
-    tools: response_tools.Tools | None = None
-
-
-class ForeignItem(fields.Body):
-    """An item that nothing here can read; it may have any further fields."""
-
-    type: str
-
-
-# Items of work that OpenAI's servers did, or of a form that only they can read. They are left out.
-_FOREIGN_ITEMS = frozenset(
-    {
-        "compaction",
-        "compaction_summary",
-        "compaction_trigger",
-        "ghost_snapshot",
-        "item_reference",
-        "program",
-    }
-)
-_FOREIGN_ENDINGS = ("_call", "_call_output", "_output", "_list_tools")
-_FOREIGN_BEGINNING = "mcp_"
-_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call"})
-_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
-
-
-def _item_kind(item: Any) -> str:
-    """Return which class an item of the input has."""
-    kind = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
-    if kind == "additional_tools":
-        return "tools"
-    if not isinstance(kind, str) or kind in _CALLS | _OUTPUTS:
-        return "readable"
-    is_foreign = (
-        kind in _FOREIGN_ITEMS
-        or kind.endswith(_FOREIGN_ENDINGS)
-        or kind.startswith(_FOREIGN_BEGINNING)
-    )
-    return "foreign" if is_foreign else "readable"
-
-
-AnyItem = Annotated[
-    Annotated[InputItem, Tag("readable")]
-    | Annotated[AdditionalTools, Tag("tools")]
-    | Annotated[ForeignItem, Tag("foreign")],
-    Discriminator(_item_kind),
-]
-ITEMS = TypeAdapter(list[AnyItem])
-
-
-class ResponsesBody(fields.Asking):
-    input: str | Annotated[list[AnyItem], fields.Bounded]
-    instructions: str | None = None
-    max_output_tokens: fields.OutputTokens | None = None
-    reasoning: ReasoningOptions | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: fields.Texts | None = None
-    text: TextOptions | None = None
-    tools: response_tools.Tools | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"]
-        | Annotated[
-            Annotated[FlatNamedTool, Tag("named")]
-            | Annotated[FlatAllowedTools, Tag("allowed")]
-            | Annotated[HostedToolChoice, Tag("hosted")],
-            Discriminator(choice_kind),
-        ]
-        | None
-    ) = None
-    parallel_tool_calls: bool | None = None
-    metadata: fields.Metadata | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    # Beyond OpenAI's:
-    stop: str | fields.Texts | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-LOG_PROBS = "message.output_text.logprobs"
-# Values of ``include``; thoughts are not encrypted, their text comes in any case.
-INCLUDED = (LOG_PROBS, "reasoning.encrypted_content")
-_SAME = {"top_logprobs", "parallel_tool_calls", "user", "stop", "chat_template_kwargs"}
 _ECHOED = {"model", "instructions", "max_output_tokens", "user", "previous_response_id"}
-_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-
-
-def chat_body(body: ResponsesBody) -> fields.ChatBody:
-    """Return the chat that a body asks for, or raise ApiError."""
-    included = body.include or []
-    for name in included:
-        if name not in INCLUDED:
-            body.leave_out(f"include {name}")
-    if not (messages := chat_messages(body)):
-        raise invalid("input must not be empty", "input")
-    chat = body.model_dump(include={*fields.Asking.model_fields, *_SAME}) | {"messages": messages}
-    chat["max_completion_tokens"] = body.max_output_tokens
-    chat["logprobs"] = LOG_PROBS in included or bool(body.top_logprobs)
-    chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    chat["tools"] = response_tools.functions(all_tools(body), body)
-    chat["tool_choice"] = _tool_choice(body, offers_tools=bool(chat["tools"]))
-    if body.truncation == "auto":  # a conversation that is too long is refused
-        body.leave_out("truncation auto")
-    if body.text and (format := body.text.format):
-        if format.type == "json_schema" and format.schema_ is None:
-            raise invalid("text.format must have a schema", "text")
-        chat["response_format"] = {"type": format.type, "json_schema": {"schema": format.schema_}}
-    return exchange.valid(fields.ChatBody, chat)
-
-
-def all_tools(body: ResponsesBody) -> list[Any]:
-    """Return the tools of a body, and those that its input adds."""
-    tools = list(body.tools or [])
-    if isinstance(body.input, list):
-        for item in body.input:
-            if isinstance(item, AdditionalTools):
-                tools += item.tools or []
-    return tools
-
-
-def tool_places(body: ResponsesBody) -> dict[str, str]:
-    """Return where the schemas of tools are in a body, by the names that a model knows."""
-    places = {}
-    for number, tool in enumerate(body.tools or []):
-        if isinstance(tool, response_tools.FlatTool):
-            places[tool.name] = f"tools[{number}].parameters"
-        elif isinstance(tool, response_tools.NamespaceTool):
-            for inner_number, inner in enumerate(tool.tools):
-                if isinstance(inner, response_tools.FlatTool):
-                    name = response_tools.flat_name(inner.name, tool.name)
-                    places[name] = f"tools[{number}].tools[{inner_number}].parameters"
-    return places
-
-
-def _tool_choice(body: ResponsesBody, *, offers_tools: bool) -> Any:
-    choice = body.tool_choice
-    if isinstance(choice, HostedToolChoice):
-        body.leave_out(f"tool_choice {choice.type}")
-        return None
-    if choice == "required" and all_tools(body) and not offers_tools:
-        body.leave_out("tool_choice required")  # all tools were left out
-        return None
-    if isinstance(choice, FlatNamedTool):
-        return response_tools.chosen(choice)
-    if isinstance(choice, FlatAllowedTools):
-        tools = []
-        for tool in choice.tools:
-            if isinstance(tool, HostedToolChoice):
-                body.leave_out(f"tool_choice {tool.type}")
-            else:
-                tools.append(response_tools.chosen(tool))
-        if not tools:
-            return "none"  # no tool that the client runs is allowed
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.mode, "tools": tools},
-        }
-    return choice
-
-
-def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the messages of a chat; items of one answer, which follow one another, are one message."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for place, item in enumerate(body.input):
-        if isinstance(item, AdditionalTools):
-            continue
-        if isinstance(item, ForeignItem):
-            body.leave_out(f"input of type {item.type}")
-            continue
-        newest = place == len(body.input) - 1
-        message = _message(item, f"input[{place}]", body, newest=newest)
-        if messages and _are_of_one_answer(messages[-1], message):
-            _join(messages[-1], message)
-        else:
-            messages.append(message)
-    return messages
-
-
-def _are_of_one_answer(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two messages are parts of one answer.
-
-    An answer has its thoughts, its text and its calls in any order: some clients send the text behind the
-    calls. Before the results of calls come, there can be nothing of another answer.
-    """
-    if first["role"] != "assistant" or second["role"] != "assistant":
-        return False
-    if first.get("tool_calls") or second.get("tool_calls"):
-        return True
-    return not first["content"]
-
-
-def _join(answer: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add a part to an answer."""
-    for name in ("content", "reasoning_content"):
-        if part.get(name):
-            answer[name] = f"{answer[name]}\n{part[name]}" if answer.get(name) else part[name]
-    if part.get("tool_calls"):
-        answer["tool_calls"] = [*answer.get("tool_calls", ()), *part["tool_calls"]]
-
-
-def _message(item: InputItem, place: str, body: ResponsesBody, *, newest: bool) -> dict[str, Any]:
-    """Return the message that an item is."""
-    kind = item.type or ("message" if item.role else "")
-    if kind == "message" and item.role:
-        return {"role": item.role, "content": _message_text(item, place, body, newest=newest)}
-    if kind == "reasoning":
-        text = turns.joined_text(item.content or item.summary, _PARTS, place, "input")
-        return {"role": "assistant", "content": "", "reasoning_content": text}
-    if kind in _CALLS and item.call_id and (kind == "local_shell_call" or item.name):
-        return {"role": "assistant", "content": "", "tool_calls": [_call(item, kind)]}
-    if kind in _OUTPUTS and item.call_id:
-        text = _output_text(item, body)
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
-    if kind == "message" or kind in _CALLS | _OUTPUTS:
-        raise invalid(f"{place} lacks a field that its type requires", "input")
-    raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
-
-
-def _message_text(item: InputItem, place: str, body: ResponsesBody, *, newest: bool) -> str:
-    """Return the text of a message; only the newest is refused for parts that have none."""
-    if newest or not isinstance(item.content, list):
-        return turns.joined_text(item.content, _PARTS, place, "input")
-    for part in item.content:
-        if part.type not in _PARTS and part.type not in contents.UNREADABLE:
-            raise contents.refusal(part.type, place, "input")
-    return "\n".join(_part_text(part, body) for part in item.content)
-
-
-def _call(item: InputItem, kind: str) -> dict[str, Any]:
-    if kind == "local_shell_call":
-        name = "local_shell"
-        arguments = exchange.dumps(item.action or {}).decode()
-    else:
-        name = response_tools.flat_name(item.name or "", item.namespace)
-        arguments = item.arguments or "{}"
-    if kind == "custom_tool_call":
-        arguments = custom_tools.arguments_of(item.input or "")
-    return {"id": item.call_id, **turns.function(name=name, arguments=arguments)}
-
-
-def _output_text(item: InputItem, body: ResponsesBody) -> str:
-    """Return the text of a call's output; in place of a part that has none, words that say so."""
-    if not isinstance(item.output, list):
-        return item.output or ""
-    return "\n".join(_part_text(part, body) for part in item.output)
-
-
-def _part_text(part: Part, body: ResponsesBody) -> str:
-    if part.type in _PARTS:
-        return part.text or part.refusal or ""
-    return contents.left_out(part.type, body)
 
 
 def input_items(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -375,7 +57,7 @@ def response_fields(body: ResponsesBody, request: Request, created: int) -> dict
         "temperature": request.temperature,
         "text": {"format": format.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [_echoed_tool(tool) for tool in all_tools(body)],
+        "tools": [_echoed_tool(tool) for tool in from_responses.all_tools(body)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.top_p,
         "metadata": body.metadata or {},
@@ -387,9 +69,9 @@ def response_fields(body: ResponsesBody, request: Request, created: int) -> dict
     return response
 
 
-def _echoed_tool(tool: fields.Body) -> dict[str, Any]:
+def _echoed_tool(tool: JsonObject) -> dict[str, Any]:
     # Of a function also the fields that were left out, as OpenAI's API has them.
-    is_function = isinstance(tool, response_tools.FlatTool)
+    is_function = isinstance(tool, FlatTool)
     return tool.model_dump(exclude_none=not is_function)
 
 

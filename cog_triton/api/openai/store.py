@@ -24,13 +24,16 @@ from fastapi import Request as HttpRequest
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cog_triton.api.openai import exchange, turns
+from cog_triton.api.openai import exchange
 from cog_triton.api.openai import responses as forms
+from cog_triton.api.openai.chats import from_responses
+from cog_triton.api.openai.chats.turn import Turn, chat_turn
 from cog_triton.api.openai.errors import TABLES, ApiError, invalid, table
 from cog_triton.api.openai.journal import Counted, Jobs, NoRoom
 from cog_triton.api.openai.keys import ANYBODY
 from cog_triton.api.openai.paging import page_limit, page_order, unknown_cursor
-from cog_triton.api.openai.responses import ResponsesBody, ResponseWriter
+from cog_triton.api.openai.responses import ResponseWriter
+from cog_triton.api.openai.schemas.responses import ITEMS, ResponsesBody
 from cog_triton.api.openai.served import CURRENT, Call, Served, current
 from cog_triton.api.openai.storable import no_room, stored
 from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, shown
@@ -73,7 +76,7 @@ _REQUEST = TypeAdapter(Request)
 class Run:
     """A background response: its records, and the events that follow from them."""
 
-    def __init__(self, response: dict[str, Any], turn: turns.Turn, served: Served) -> None:
+    def __init__(self, response: dict[str, Any], turn: Turn, served: Served) -> None:
         self.id, self.response, self.request = response["id"], response, turn.request
         texts = (f"{self.id} {n}".encode() for n in itertools.count())
         letters = (hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts).__next__
@@ -221,11 +224,11 @@ class Store(Jobs):
     async def run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
 
-        def chat_turn() -> turns.Turn:
+        def requested_turn() -> Turn:
             body = ResponsesBody.model_validate(json.loads(row.body))
-            return turns.chat_turn(forms.chat_body(body), self.served)
+            return chat_turn(from_responses.chat_body(body), self.served)
 
-        turn = await asyncio.to_thread(chat_turn)
+        turn = await asyncio.to_thread(requested_turn)
         turn = replace(turn, request=_REQUEST.validate_json(row.request))
         begun: Any = {"output": [], "usage": None, "error": None, "incomplete_details": None}
         run = Run(json.loads(row.response) | begun, turn, self.served)
@@ -424,8 +427,8 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
         )
     body = await store.with_earlier(body)
 
-    def prepared() -> tuple[turns.Turn, dict[str, Any], bytes]:
-        turn = turns.chat_turn(forms.chat_body(body), served, forms.tool_places(body))
+    def prepared() -> tuple[Turn, dict[str, Any], bytes]:
+        turn = chat_turn(from_responses.chat_body(body), served, from_responses.tool_places(body))
         response = forms.response_fields(body, turn.request, int(time.time())) | {"store": kept}
         # Before the answer is made, which would be lost if the input could not be stored.
         return turn, response, stored(forms.input_items(body)) if kept else b""
@@ -512,7 +515,7 @@ def _continued(body: ResponsesBody, row: Any) -> ResponsesBody:
     """Return a body with the conversation of the row before it."""
     earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
     items = [*earlier, *forms.input_items(body)]
-    return body.model_copy(update={"input": forms.ITEMS.validate_python(items)})
+    return body.model_copy(update={"input": ITEMS.validate_python(items)})
 
 
 def _loaded(row: Any) -> dict[str, Any]:

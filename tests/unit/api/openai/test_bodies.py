@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai import exchange
+from cog_triton.api.openai import exchange, validation
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.web import bodies
@@ -44,7 +44,7 @@ def test_too_much_is_refused_before_it_is_parsed(
 ) -> None:
     monkeypatch.setattr(bodies, "orjson", None)
     with pytest.raises(ApiError, match=f"the body must have at most {limit}"):
-        exchange.parsed(json.dumps(value).encode())
+        validation.parsed(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_too_much_is_refused_before_it_is_parsed(
     ],
 )
 def test_what_is_in_a_text_does_not_count(value: Any) -> None:
-    assert exchange.parsed(json.dumps(value).encode()) == value
+    assert validation.parsed(json.dumps(value).encode()) == value
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_nesting_has_a_bound(opening: str, closing: str) -> None:
     with pytest.raises(ApiError, match="at most 128 levels of nesting"):
-        exchange.parsed((opening * 129 + "1" + closing * 129).encode())
-    exchange.parsed((opening * 127 + "1" + closing * 127).encode())
+        validation.parsed((opening * 129 + "1" + closing * 129).encode())
+    validation.parsed((opening * 127 + "1" + closing * 127).encode())
 
 
 @pytest.mark.parametrize(("path", "body", "status"), MISTAKES["unreadable"])
@@ -97,13 +97,13 @@ def test_a_large_body_is_validated_beside_the_loop(
     path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the streams of others go on."""
-    threads, validated = [], exchange.validated
+    threads, validated = [], validation.validated
 
     def noted(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return validated(*args)
 
-    monkeypatch.setattr(exchange, "validated", noted)
+    monkeypatch.setattr(f"{exchange.__name__}.validated", noted)
     for more in ({}, fields):
         backend = Backend(*CHUNKS, template="tools <tool_call>")
         backend.context_length = 100_000

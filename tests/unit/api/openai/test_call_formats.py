@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai.blocks import _THOUGHTS, Parser, Thoughts, thoughts_of
-from cog_triton.api.openai.parsing import DEFAULT_FORMAT, FORMATS, format_of
-from cog_triton.api.openai.written_calls import typed_value
+from cog_triton.api.openai.tool_calls.blocks import _THOUGHTS, Parser, Thoughts, thoughts_of
+from cog_triton.api.openai.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_of
+from cog_triton.api.openai.tool_calls.written_calls import typed_value
 from cog_triton.generation import Chunk
 
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cog_triton.api.openai.loose_schemas import loosened
+from cog_triton.api.openai.chats.loose_schemas import loosened
 from cog_triton.engines.guides import grammar
 from tests.unit.api.openai.support import CHUNKS, chat, talkative
 

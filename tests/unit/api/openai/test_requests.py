@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai.errors import TABLES as APIS
-from cog_triton.api.openai.fields import UNKNOWN_CONTEXT
+from cog_triton.api.openai.chats.sampling import UNKNOWN_CONTEXT
+from cog_triton.api.openai.schemas.sampling import REFUSED
 from cog_triton.request.request import Guide, GuideKind, Request
 from tests.support import load_cases
 from tests.unit.api.openai.support import (
@@ -126,9 +126,6 @@ def test_unknown_fields_are_named() -> None:
     assert "warning" not in known.headers
     stored = post(Backend(*CHUNKS), RESPONSES, store=True)
     assert (stored.json()["store"], "warning" in stored.headers) == (False, False)
-
-
-REFUSED = APIS["ChatBody"]["refused"]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cog_triton.api.openai.blocks import Block, Parser
+from cog_triton.api.openai.chats.call_guides import call_guide
+from cog_triton.api.openai.chats.tool_use import tool_use
 from cog_triton.api.openai.errors import ApiError
-from cog_triton.api.openai.fields import ChatBody
-from cog_triton.api.openai.parsing import FORMATS, Format, format_of
-from cog_triton.api.openai.turns import call_guide, tool_use
+from cog_triton.api.openai.schemas.chat import ChatBody
+from cog_triton.api.openai.tool_calls.blocks import Block, Parser
+from cog_triton.api.openai.tool_calls.formats import FORMATS, Format, format_of
 from cog_triton.engines.guides import grammar
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide

@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cog_triton.api.openai import written_calls
-from cog_triton.api.openai.blocks import (
+from cog_triton.api.openai.tool_calls import written_calls
+from cog_triton.api.openai.tool_calls.blocks import (
     Kind,
     NewId,
     Parser,
@@ -18,11 +18,11 @@ from cog_triton.api.openai.blocks import (
     begun_size,
     first_mark,
 )
-from cog_triton.api.openai.json_copier import JsonCopier
-from cog_triton.api.openai.written_calls import NAME, Schemas, WrittenCall
+from cog_triton.api.openai.tool_calls.json_copier import JsonCopier
+from cog_triton.api.openai.tool_calls.written_calls import NAME, Schemas, WrittenCall
 
 if TYPE_CHECKING:
-    from cog_triton.api.openai.parsing import Format, Marks
+    from cog_triton.api.openai.tool_calls.formats import Format, Marks
 
 # --- Readers of what stands between marks
 

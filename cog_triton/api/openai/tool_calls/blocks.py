@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cog_triton.api.openai.written_calls import WrittenCall
+from cog_triton.api.openai.tool_calls.written_calls import WrittenCall
 from cog_triton.generation import Chunk
 
 Kind = Literal["text", "thoughts", "call"]

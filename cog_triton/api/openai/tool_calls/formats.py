@@ -6,12 +6,14 @@ The fields of a form are in ``formats.yaml``; ``blocks`` and ``call_parsers`` ha
 import json
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
-from cog_triton.api.openai.blocks import THINK, NewId, Parser, Thoughts
-from cog_triton.api.openai.call_parsers import (
+from cog_triton.api.openai.tool_calls.blocks import THINK, NewId, Parser, Thoughts
+from cog_triton.api.openai.tool_calls.call_parsers import (
     ChannelParser,
     GuidedCallParser,
     ListedCallParser,
@@ -19,8 +21,7 @@ from cog_triton.api.openai.call_parsers import (
     PythonCallParser,
     RecipientParser,
 )
-from cog_triton.api.openai.errors import table
-from cog_triton.api.openai.written_calls import Schemas
+from cog_triton.api.openai.tool_calls.written_calls import Schemas
 
 NO_TOOLS: Schemas = {}
 LISTED_CALLS = '[{"name":'  # begins calls in JSON, without white space
@@ -109,7 +110,8 @@ class Format:
         return f"{self.opening}{call}{self.closing}"
 
 
-FORMATS = TypeAdapter(dict[str, Format]).validate_python(table("formats.yaml"))
+_FILE = Path(__file__).with_name("formats.yaml")
+FORMATS = TypeAdapter(dict[str, Format]).validate_python(yaml.safe_load(_FILE.read_bytes()))
 DEFAULT_FORMAT = FORMATS["unknown"]  # of templates without any sign
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cog_triton.api.openai.json_copier import mended_json
+from cog_triton.api.openai.tool_calls.json_copier import mended_json
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of tools' parameters, by the names of the tools
 

@@ -5,8 +5,11 @@ the result of a tool, words stand in their place: an agent sends the same messag
 and an error would end its session.
 """
 
-from cog_triton.api.openai import fields
+from collections.abc import Collection
+from typing import Any
+
 from cog_triton.api.openai.errors import ApiError, invalid
+from cog_triton.api.openai.schemas.base import AnswerBody, JsonObject
 from cog_triton.errors import shown
 
 UNREADABLE = frozenset(
@@ -39,8 +42,18 @@ def refusal(kind: str | None, place: str, param: str | None) -> ApiError:
     return invalid(text, param)
 
 
-def left_out(kind: str, body: fields.Body) -> str:
+def left_out(kind: str, body: JsonObject) -> str:
     """Return the words in place of a part, and note it for the Warning header of an answer."""
-    if isinstance(body, fields.Asking):
+    if isinstance(body, AnswerBody):
         body.leave_out(f"content of type {kind}")
     return left_out_text(kind)
+
+
+def joined_text(content: Any, kinds: Collection[str], place: str, param: str | None = None) -> str:
+    """Return the text of a content, or refuse a part that is not of one of some kinds."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in kinds:
+            raise refusal(part.type, place, param)
+    return "\n".join(part.text or getattr(part, "refusal", None) or "" for part in content)
