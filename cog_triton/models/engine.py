@@ -60,10 +60,11 @@ class Peers:
 
     def listen(self, model: Any) -> None:
         """Stop each request that another is told to stop; end this process when another has failed."""
-        while request_id := self._socket.recv(1 << 16).decode():
-            # Looked up each time: a thread that held it would keep requests beyond finalize.
-            model._serving.stop(request_id)
-        os._exit(0)  # it would wait for the other's engine
+        while True:
+            request_id = self._socket.recv(1 << 16).decode(errors="replace")
+            if not request_id:
+                os._exit(0)  # an orderly end would wait for the other's engine
+            _stop_in(model, request_id)
 
     def stop(self, request_id: str) -> None:
         for index in set(range(self._count)) - {self._index}:
@@ -72,6 +73,18 @@ class Peers:
 
     def _address(self, index: int) -> str:
         return f"\0{self._path}stop{index}"  # without a file
+
+
+def _stop_in(model: Any, request_id: str) -> None:
+    # Looked up each time: a thread that held it would keep requests beyond finalize. There is none while the
+    # engine loads, and after finalize.
+    serving: Serving | None = getattr(model, "_serving", None)
+    if serving is None:
+        return
+    try:
+        serving.stop(request_id)
+    except Exception:  # the next request may well be stopped
+        logger.exception("request %s could not be stopped", request_id)
 
 
 class TextStops:
@@ -125,8 +138,9 @@ class TritonPythonModel:
         try:
             engine = create_engine({**parameters, **self._peers.parameters})
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"  # of which Triton may only say that others end
-            print(f"failed to load '{ENGINE}' version 1: {why}", flush=True)
+            # Triton may say of this one only that the others ended.
+            reason = f"{type(error).__name__}: {error}"
+            print(f"failed to load '{ENGINE}' version 1: {reason}", flush=True)
             self._peers.stop("")
             raise
         # A dead engine ends the stub, and by its guard the server, which is started again.
@@ -232,14 +246,18 @@ class TritonPythonModel:
             # What is active first: where it is 0, the counts are complete.
             now = {"active": len(self._serving.engine.running), **self._serving.counters}
             for name, metric in metrics.items():
-                if now[name] != before[name]:
-                    metric.increment(now[name] - before[name])
-            before = now
+                try:
+                    if now[name] != before[name]:
+                        metric.increment(now[name] - before[name])
+                        before[name] = now[name]
+                except Exception:  # the difference is in the next report
+                    logger.exception("the metric %s could not be reported", name)
 
 
 def engine_end_ids(parameters: Mapping[str, str]) -> frozenset[int]:
     """Return the end tokens of the model that the configuration names, the tokenizer's apart."""
-    if configured := stub.end_ids(parameters):
+    configured = stub.end_ids(parameters)
+    if configured:
         return frozenset(configured)
     directories = (parameters.get(name) for name in ("model", "tokenizer_dir"))
     found = [declared_end_ids(Path(directory)) for directory in directories if directory]
@@ -281,7 +299,8 @@ class Responses:
             self.client.send(response, last=not unfinished)
             self.unfinished = unfinished  # unless that failed: then an error follows
         # For clients of this model itself: Triton hands no cancellation down from an ensemble.
-        if (now := time.monotonic()) - self.checked > CANCELLATION_CHECK_SECONDS:
+        now = time.monotonic()
+        if now - self.checked > CANCELLATION_CHECK_SECONDS:
             self.checked = now
             if self.client.gone():
                 self.stop()

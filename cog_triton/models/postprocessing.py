@@ -122,7 +122,7 @@ class TritonPythonModel:
         try:
             tokenizer = self._tokenizer.get()
             text = decoded(tokenizer, inputs, skip_special_tokens=self._skip)
+            unchanged = {f"OUT_{name}": value for name, value in inputs.items()}
+            return stub.response({"OUTPUT": text, **unchanged}, request.requested_output_names())
         except Exception as error:
             return stub.failure("postprocessing", error)
-        unchanged = {f"OUT_{name}": value for name, value in inputs.items()}
-        return stub.response({"OUTPUT": text, **unchanged}, request.requested_output_names())

@@ -27,6 +27,7 @@ from cog_triton.text.end_tokens import end_ids
 from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
 from cog_triton.text.words import Ids, WordTokenizer
 
+NAME = "preprocessing"
 LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prompts delay no others
 # Each is looked for in the whole vocabulary, for up to 20 ms; requests with more words delay no others.
 FEW_WORDS = 8
@@ -36,21 +37,22 @@ _WORDS_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 class Preprocessor:
     """Turns the preprocessing model's inputs into its outputs."""
 
-    def __init__(self, tokenizer: Tokenizer, given: Parameters = NO_PARAMETERS) -> None:
+    def __init__(self, tokenizer: Tokenizer, configured: Parameters = NO_PARAMETERS) -> None:
         self._tokenizer = tokenizer
-        self._adds_special_tokens = given.get("add_special_tokens", "true") == "true"
-        after_space = given.get("words_after_space", "true") == "true"
+        self._adds_special_tokens = configured.get("add_special_tokens", "true") == "true"
+        after_space = configured.get("words_after_space", "true") == "true"
         self._words = WordTokenizer(tokenizer, after_space=after_space)
-        self._hands_texts_on = after_space  # else words match the ids that NVIDIA's models make
-        self._vocab_size = int(given.get("vocab_size", 0))
-        self._directory = str(given.get("tokenizer_dir", ""))
-        context_length = int(given.get("max_seq_len", 0)) or None
+        # Otherwise words match the ids that NVIDIA's models make, and not the text.
+        self._passes_texts = after_space
+        self._vocab_size = int(configured.get("vocab_size", 0))
+        self._directory = str(configured.get("tokenizer_dir", ""))
+        context_length = int(configured.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
         # Where the engine takes more, which TensorRT-LLM's C++ backend may.
-        self._ends_at = context_length if given.get("ends_at_max_seq_len") == "true" else None
+        self._ends_at = context_length if configured.get("ends_at_max_seq_len") == "true" else None
         # The first one is the default of end_id; all backends understand the others as stop words.
-        ends = model_end_ids(tokenizer, given)
+        ends = model_end_ids(tokenizer, configured)
         self._end_id = ends[0] if ends else -1
         self._other_end_ids = ends[1:]
         pad_id = tokenizer.pad_token_id
@@ -103,10 +105,12 @@ class Preprocessor:
             return [self._ids(text, adds) for text in self._texts(queries)]
         if len(queries) > 1:
             raise InvalidParameter(f"{PROMPT_IDS} does not support a batch of prompts")
-        if (length := len(prompt_ids)) > self._longest:
+        length = len(prompt_ids)
+        if length > self._longest:
             # TensorRT-LLM's wording, which clients know; as below.
-            text = f"Prompt length ({length}) exceeds maximum input length ({self._longest})."
-            raise InvalidParameter(text)
+            raise InvalidParameter(
+                f"Prompt length ({length}) exceeds maximum input length ({self._longest})."
+            )
         return [prompt_ids]
 
     def _output_lengths(self, inputs: Inputs, prompts: Sequence[Sequence[int]]) -> Array:
@@ -123,16 +127,22 @@ class Preprocessor:
         return np.minimum(lengths, rooms)
 
     def _texts(self, queries: Array) -> list[str]:
-        most, texts = self._limits.characters, []
+        """Return the texts of an input, each within the limit of characters."""
+        limit = self._limits.characters
+        texts = []
         for query in queries.flat:
-            # A character has at most four bytes, and a text of too many is not even decoded.
-            text = "" if (too_long := len(query) > 4 * most) else stub.text(query)
-            if too_long or len(text) > most:
-                length = f"{len(query)} bytes" if too_long else f"{len(text)} characters"
-                text = f"Prompt length ({length}) exceeds maximum input length ({most} characters"
-                raise InvalidParameter(f"{text}{self._limits.source}).")
+            # A character has at most four bytes. A text of more is not even decoded.
+            if len(query) > 4 * limit:
+                raise self._too_long(f"{len(query)} bytes")
+            text = stub.text(query)
+            if len(text) > limit:
+                raise self._too_long(f"{len(text)} characters")
             texts.append(text)
         return texts
+
+    def _too_long(self, length: str) -> InvalidParameter:
+        limit = f"{self._limits.characters} characters{self._limits.source}"
+        return InvalidParameter(f"Prompt length ({length}) exceeds maximum input length ({limit}).")
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -158,7 +168,7 @@ class Preprocessor:
     def _stop_words_text(self, inputs: Inputs) -> Array | None:
         """Return the stop words for an engine that finds them in the text; None without one."""
         words = inputs.get("STOP_WORDS_DICT")
-        if words is None or not self._hands_texts_on or not any(words.flat):
+        if words is None or not self._passes_texts or not any(words.flat):
             return None
         return words.reshape(len(words), -1)
 
@@ -171,12 +181,14 @@ class Preprocessor:
         words = stub.words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.empty(0))
         if not any(map(any, words)):
-            words, weights = [[]] * batch, np.empty(0)
             if not logit_bias:
                 return None
+            words = [[]] * batch
+            weights = np.empty(0)
         if weights.size != sum(map(len, words)):
-            text = "embedding_bias_words and embedding_bias_weights must be the same length"
-            raise InvalidParameter(text)
+            raise InvalidParameter(
+                "embedding_bias_words and embedding_bias_weights must be the same length"
+            )
         bias = np.zeros((batch, self._vocabulary_size), np.float32)
         for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):
             tokens_of_words = self._words.tokens_of(names)
@@ -248,11 +260,14 @@ def _padded(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> Array
 
 
 def _either(inputs: Inputs, new: str, old: str) -> Array | None:
-    given = [inputs[name] for name in (new, old) if name in inputs]
-    if len(given) == 2 and not np.array_equal(given[0], given[1]):
-        names = f"{new.lower()} and {old.lower()}"
-        raise InvalidParameter(f"{names} are two names of one input and must be the same")
-    return given[0] if given else None
+    """Return an input that may have its new or its old name; None without either."""
+    if new not in inputs or old not in inputs:
+        return inputs.get(new, inputs.get(old))
+    if not np.array_equal(inputs[new], inputs[old]):
+        raise InvalidParameter(
+            f"{new.lower()} and {old.lower()} are two names of one input and must be the same"
+        )
+    return inputs[new]
 
 
 class TritonPythonModel:
@@ -272,7 +287,7 @@ class TritonPythonModel:
             if thread is None:
                 responses.append(self._response(request, inputs))
             else:
-                thread.submit(self._send, request, inputs)
+                thread.submit(self._answer, request, inputs)
                 responses.append(None)
         return responses
 
@@ -290,12 +305,21 @@ class TritonPythonModel:
             return self._long
         return None
 
-    def _send(self, request: Any, inputs: dict[str, Array]) -> None:
-        Client(request).send(self._response(request, inputs), last=True)
+    def _answer(self, request: Any, inputs: dict[str, Array]) -> None:
+        """Answer a request that takes long, on its thread; not at all if its client has left meanwhile."""
+        client = Client(request)
+        try:
+            if client.gone():  # a round trip, which is nothing beside the work
+                client.fail(NAME, InvalidParameter("the request was cancelled"))
+            else:
+                client.send(self._response(request, inputs), last=True)
+        except Exception as error:  # nobody reads what a pool's thread raises
+            client.fail(NAME, error)
 
     def _response(self, request: Any, inputs: dict[str, Array]) -> Any:
+        """Return the response to a request, or its error: unanswered, it would wait permanently."""
         try:
             outputs = self._preprocessor(inputs, stub.request_parameters(request))
-        except Exception as error:  # unanswered, the request would wait permanently
-            return stub.failure("preprocessing", error)
-        return stub.response(outputs, request.requested_output_names())
+            return stub.response(outputs, request.requested_output_names())
+        except Exception as error:
+            return stub.failure(NAME, error)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -361,3 +362,59 @@ def test_a_request_that_takes_long_does_not_delay_others(
         released.set()
         model.finalize()
     assert not waiting.sent.get(timeout=30)[0].has_error()
+
+
+@pytest.fixture
+def slow_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TritonPythonModel, list[Any]]]:
+    """The model with a preprocessor that only notes its requests, and what it noted."""
+    noted: list[Any] = []
+
+    def preprocess(inputs: dict[str, Array], _: Any) -> dict[str, Array]:
+        noted.append(inputs)
+        return {"INPUT_ID": inputs["REQUEST_OUTPUT_LEN"]}
+
+    monkeypatch.setattr(stub, "pb_utils", PbUtils, raising=False)
+    monkeypatch.setattr(stub, "begin", lambda _: ({}, {}))
+    monkeypatch.setattr(stub, "tokenizer", lambda _: None)
+    monkeypatch.setattr(preprocessing, "Preprocessor", lambda *_: preprocess)
+    model = TritonPythonModel()
+    model.initialize({})
+    yield model, noted
+    model.finalize()
+
+
+@pytest.mark.parametrize("kind", SLOW_REQUESTS)
+def test_no_work_is_done_for_a_client_that_has_left(
+    slow_model: tuple[TritonPythonModel, list[Any]], kind: str
+) -> None:
+    model, noted = slow_model
+    sender = Sender()
+    sender.cancelled = True
+    assert model.execute([stub_request(SLOW_REQUESTS[kind], [], sender)]) == [None]
+    response, is_last = sender.sent.get(timeout=30)
+    assert response.error().message() == "the request was cancelled"
+    assert is_last
+    assert noted == []
+
+
+@pytest.mark.parametrize("place", ["while the response is made", "while it is sent"])
+def test_a_request_that_takes_long_is_answered_whatever_fails(
+    slow_model: tuple[TritonPythonModel, list[Any]], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = slow_model
+    sender = Sender()
+    failures = [MemoryError("no room in the shared memory")]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if failures:
+            raise failures.pop()
+
+    if place == "while the response is made":
+        monkeypatch.setattr(PbUtils, "Tensor", fail)
+    else:
+        send = sender.send
+        monkeypatch.setattr(sender, "send", lambda *args, **kwargs: (fail(), send(*args, **kwargs)))
+    model.execute([stub_request(SLOW_REQUESTS["a long prompt"], ["INPUT_ID"], sender)])
+    response, is_last = sender.sent.get(timeout=30)
+    assert "model 'preprocessing' failed: MemoryError" in response.error().message()
+    assert is_last

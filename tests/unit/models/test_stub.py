@@ -1,6 +1,8 @@
 """Requests, responses and errors of Triton's stub, and the ids before each response."""
 
 import gc
+import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -14,7 +16,7 @@ import pytest
 from cog_triton import errors
 from cog_triton.engines.serving import Output
 from cog_triton.models import stub
-from cog_triton.models.engine import Responses
+from cog_triton.models.engine import Peers, Responses
 from cog_triton.models.stub import Contexts, Tensors
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from tests.support import ROOT
@@ -112,6 +114,42 @@ def test_a_response_that_was_not_delivered_ends_no_sequence_and_its_error_does()
     responses.send(0, Output([], finished=True, error=errors.EngineError("not delivered")))
     responses.send(1, Output([5], finished=True))
     assert sent == [False, False, True]
+
+
+def test_an_instance_listens_on_after_a_stop_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ended(Exception):
+        """In place of the end of the process."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    stopped: list[str] = []
+
+    def stop(request_id: str) -> None:
+        stopped.append(request_id)
+        if request_id == "first":
+            raise RuntimeError("the loop is closed")
+
+    monkeypatch.setattr(os, "_exit", end)
+    ours, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    peers = object.__new__(Peers)
+    peers._socket = ours
+    for message in (b"while it loads", b"first", b"\xff second", b""):
+        others.send(message)
+    received = iter([None, stop, stop])
+
+    class Model:
+        @property
+        def _serving(self) -> Any:
+            function = next(received)
+            return None if function is None else SimpleNamespace(stop=function)
+
+    with ours, others, pytest.raises(Ended):
+        peers.listen(Model())
+    assert stopped == ["first", "\ufffd second"]
+    assert "request first could not be stopped" in caplog.text
 
 
 # The ids before each response of TensorRT-LLM's C++ backend
