@@ -69,25 +69,29 @@ class TransformersEngine(Engine):
         self._preparer = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="preparer")
         self._guides: Guides | None = None
         self._adapters: Adapters | None = None
-        if name := parameters.get("tokenizer_dir"):
+        name = parameters.get("tokenizer_dir")
+        if name:
             trusted = parameters.get("trust_remote_code") == "true"
             load = partial(load_tokenizer, name, trust_remote_code=trusted)
             self._guides = Guides(load, self._vocabulary)
             self.features |= {"guided_decoding"}
-        if directory := parameters.get("lora_prefetch_dir"):
+        directory = parameters.get("lora_prefetch_dir")
+        if directory:
             cache_bytes = int(parameters.get("lora_cache_host_memory_bytes", CACHE_BYTES))
             self._adapters = Adapters(model, Path(directory), self._adapters_in_use, cache_bytes)
             self.features |= {"lora_task_id"}
             self._preparer.submit(import_peft)
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=limit)
-        self._manager = manager = model.init_continuous_batching(greedy, batching)
+        manager = model.init_continuous_batching(greedy, batching)
+        self._manager = manager
         # Outputs come on the generation thread, without a queue or an event loop between.
         manager.output_router.deliver = self._deliver
         manager.output_router.deliver_batch = lambda outputs: [*map(self._deliver, outputs)]
         self._processor = StepProcessor(model, self._guides, self._adapters)
         manager.logit_processor = self._processor
         manager.warmup()  # allocates the cache
-        cache, endpoint = manager.batch_processor.cache, parameters.get("kv_events_endpoint")
+        cache = manager.batch_processor.cache
+        endpoint = parameters.get("kv_events_endpoint")
         self._processor.watch(cache)
         # Where requests do not share blocks, nothing in it helps another one.
         self._events = KvEvents(endpoint, cache) if endpoint and cache.use_prefix_sharing else None
@@ -100,11 +104,16 @@ class TransformersEngine(Engine):
         if request.lora_task_id and self._adapters is None:
             raise EngineError("the embedded engine does not support lora_task_id without LORA_DIR")
         self._check_running()
-        self.running[request.key] = row = Row(request, sink, request.input_ids.copy())
-        if request.guide is not None or request.lora_task_id:
-            self._preparer.submit(self._prepare, row)
-        else:
+        row = Row(request, sink, request.input_ids.copy())
+        self.running[request.key] = row
+        if request.guide is None and not request.lora_task_id:
             self._prepare(row)
+            return
+        try:
+            self._preparer.submit(self._prepare, row)
+        except RuntimeError as error:  # the pool has been shut down, or has no thread left
+            self.running.pop(request.key, None)
+            raise base.stopped(error) from error
 
     def abort(self, key: str) -> None:
         row = self.running.pop(key, None)
@@ -154,7 +163,8 @@ class TransformersEngine(Engine):
 
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""
-        key, finished = request_key(output.request_id), output.is_finished()
+        key = request_key(output.request_id)
+        finished = output.is_finished()
         row = self.running.get(key)
         if row is None or row.manager_key != output.request_id:
             if not finished:
@@ -163,23 +173,32 @@ class TransformersEngine(Engine):
             return
         if finished:
             del self.running[key]
+        try:
+            step = self._next_step(row, output, finished=finished)
+        except Exception as error:  # the thread makes the tokens of all requests
+            step = Step(finished=True, error=base.failed_request(error, row.request))
+        if step.finished and not finished:
+            self.abort(key)
+        row.sink(step)
+
+    def _next_step(self, row: Row, output: GenerationOutput, *, finished: bool) -> Step:
+        """Return a request's new tokens; begin it anew where its length changes RoPE."""
         if row.error is not None:
-            if not finished:
-                self.abort(key)
-            row.sink(Step(finished=True, error=row.error))
-            return
+            return Step(finished=True, error=row.error)
         # Transformers fails only all requests together, when its loop ends.
         error = base.stopped(output.error) if output.status == RequestStatus.FAILED else None
-        new = output.generated_tokens[len(row.tokens) - row.given :]
         before = len(row.tokens)
-        row.tokens += new
+        new_ids = output.generated_tokens[before - row.given :]
+        row.tokens += new_ids
         if not finished and self._processor.rope.outgrown(before, len(row.tokens)):
             self._manager.cancel_request(row.manager_key)
             row.attempt += 1
             self._add(row)
-        log_probs, row.log_probs = row.log_probs, []
-        prompt_log_probs, row.prompt_log_probs = row.prompt_log_probs, []
-        row.sink(Step(new, log_probs, finished, error, prompt_log_probs))
+        log_probs = row.log_probs
+        row.log_probs = []
+        prompt_log_probs = row.prompt_log_probs
+        row.prompt_log_probs = []
+        return Step(new_ids, log_probs, finished, error, prompt_log_probs)
 
     def _adapters_in_use(self) -> set[LoadedAdapter]:
         return {row.adapter for row in tuple(self.running.values()) if row.adapter is not None}
@@ -191,16 +210,19 @@ def batching_config(model: Any, context_length: int, parameters: Mapping[str, st
     page = CPU_PAGE_TOKENS if on_cpu else ContinuousBatchingConfig.page_size
     sequence_blocks = math.ceil(context_length / page) + 1
     blocks = None
-    if tokens := parameters.get("max_tokens_in_paged_kv_cache"):
-        if (blocks := int(tokens) // page) < sequence_blocks:
-            least = f"{context_length} tokens; the minimum is {sequence_blocks * page}"
-            text = f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {least}"
-            raise ValueError(text)
+    tokens = parameters.get("max_tokens_in_paged_kv_cache")
+    if tokens:
+        blocks = int(tokens) // page
+        if blocks < sequence_blocks:
+            raise ValueError(
+                f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {context_length} "
+                f"tokens; the minimum is {sequence_blocks * page}"
+            )
     elif on_cpu:
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # Of the attention mask, each token of the cache has a column.
+        # Besides keys and values, each token of the cache has a column of the attention mask.
         numbers_per_token = 2 * config.num_hidden_layers * heads * size + CPU_BATCH_TOKENS
         blocks = CPU_CACHE_BYTES // (page * numbers_per_token * model.dtype.itemsize)
         blocks = min(max(sequence_blocks, blocks), MAX_RUNNING * sequence_blocks)

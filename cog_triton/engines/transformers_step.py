@@ -35,7 +35,8 @@ class History:
     """The changes of one sequence's logits, by its request and its tokens so far."""
 
     def __init__(self, request: GenerationRequest, vocabulary: int, device: torch.device) -> None:
-        self._request, self._penalized = request, bool(request.sampling.penalties)
+        self._request = request
+        self._penalized = bool(request.sampling.penalties)
         # The last tokens of the prompt may be output of an earlier attempt.
         self._counted = len(request.input_ids) - request.continued
         self._counts = torch.zeros(vocabulary, device=device)
@@ -49,34 +50,50 @@ class History:
     def change(self, logits: Tensor, tokens: list[int], allowed: Tensor | None = None) -> Tensor:
         """Return the logits to sample from after the tokens so far; ``allowed`` is the guide's mask."""
         request = self._request
-        own = logits + self._bias if request.logit_bias else logits
+        changed = logits + self._bias if request.logit_bias else logits
         if self._penalized:
-            own = self._penalize(own, tokens)
-        words = request.sampling.bad_words
-        excluded = [last for *start, last in words if not start or tokens[-len(start) :] == start]
+            changed = self._penalize(changed, tokens)
+        excluded = self._excluded(tokens)
+        if excluded:
+            changed = changed.clone()
+            changed[excluded] = -torch.inf
+        allowed = self._allowed(allowed)
+        if allowed is None:
+            return changed
+        changed = changed.masked_fill(~allowed, -torch.inf)
+        if excluded and not changed.isfinite().any():
+            # Only excluded tokens are allowed: the guide takes precedence.
+            return logits.masked_fill(~allowed, -torch.inf)
+        return changed
+
+    def _excluded(self, tokens: list[int]) -> list[int]:
+        """Return the ids that may not come next: the ends of bad words, and too early end tokens."""
+        request = self._request
+        excluded = []
+        for *start, last in request.sampling.bad_words:
+            if not start or tokens[-len(start) :] == start:
+                excluded.append(last)
         made = len(tokens) - len(request.input_ids)
         if made < request.sampling.min_tokens:
             excluded += request.end_ids
-        if excluded:
-            own = own.clone()
-            own[excluded] = -torch.inf
-        if request.allowed_ids and (allowed is None or (self._only & allowed).any()):
-            # Else the guide takes precedence.
-            allowed = self._only if allowed is None else self._only & allowed
-        if allowed is None:
-            return own
-        own = own.masked_fill(~allowed, -torch.inf)
-        if excluded and not own.isfinite().any():
-            # Nothing else is allowed, which takes precedence.
-            return logits.masked_fill(~allowed, -torch.inf)
-        return own
+        return excluded
+
+    def _allowed(self, by_guide: Tensor | None) -> Tensor | None:
+        """Return the mask of the tokens that may come next; None for all of them."""
+        if not self._request.allowed_ids:
+            return by_guide
+        if by_guide is None:
+            return self._only
+        both = self._only & by_guide
+        return both if both.any() else by_guide  # the guide takes precedence
 
     def _penalize(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        sampling, factor = self._request.sampling, self._request.sampling.repetition_penalty
+        sampling = self._request.sampling
         ids = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=logits.device)
         self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
         self._seen[ids] = True
         self._counted = len(tokens)
+        factor = sampling.repetition_penalty
         if factor != 1:
             repeated = torch.where(logits > 0, logits / factor, logits * factor)
             logits = torch.where(self._seen, repeated, logits)
@@ -101,9 +118,9 @@ class Row:
     history: History | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
-    failure: EngineError | None = None  # of the model, for this sequence
-    given: int = 0  # tokens that transformers began with
-    attempt: int = 0  # counts the times that it began anew
+    failure: EngineError | None = None  # why this sequence cannot go on
+    given: int = 0  # number of tokens that transformers began this attempt with
+    attempt: int = 0  # how often transformers has begun anew
 
     def __deepcopy__(self, _: Any) -> "Row":
         # Transformers copies a request that it sets back, which continues with this row.
@@ -117,8 +134,9 @@ class Row:
     @cached_property
     def changes_logits(self) -> bool:
         request = self.request
-        given = request.logit_bias or request.allowed_ids or request.guide
-        return bool(given) or not request.sampling.plain
+        if request.logit_bias or request.allowed_ids or request.guide:
+            return True
+        return not request.sampling.plain
 
     @property
     def error(self) -> EngineError | None:
@@ -137,12 +155,15 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
     def __init__(self, model: Any, guides: Guides | None, adapters: Adapters | None) -> None:
         super().__init__(LogitsProcessorList())
-        self.do_processing, self.supported_keys = True, {"row": Row}
-        self._guides, self._adapters = guides, adapters
-        self._rows: list[Row] = []  # with a next token
+        self.do_processing = True  # this and the next are read by transformers
+        self.supported_keys = {"row": Row}
+        self._guides = guides
+        self._adapters = adapters
+        self._rows: list[Row] = []  # those that get a next token in this step
         self._masks: Future[Masks] | None = None
-        self._prompts: list[tuple[Row, slice, int]] = []  # place in the step, and in the prompt
-        self._places: list[tuple[Row, slice]] = []  # of each request's tokens in the step
+        # Requests that want log probabilities of their prompts: place in the step, and in the prompt.
+        self._prompts: list[tuple[Row, slice, int]] = []
+        self._places: list[tuple[Row, slice]] = []  # place of each request's tokens in the step
         self._finite = FiniteCache(None)
         self._marks: dict[tuple[int, int, int], int] = {}
         self._numbers = count(-1, -1)
@@ -175,12 +196,16 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note the requests of the step, a list of FutureRequestState in the order of their rows."""
-        self._rows, self._prompts, self._marked, self._places = [], [], [], []
+        self._rows = []
+        self._prompts = []
+        self._marked = []
+        self._places = []
         parts: list[tuple[LoadedAdapter | None, int]] = []
         lengths: list[tuple[Row, int]] = []
         at = 0
         for future in requests_in_batch:
-            state, length = future.state, future.query_length
+            state = future.state
+            length = future.query_length
             row: Row = state.logit_processor_kwargs["row"]
             start = state.position_offset - length
             if start == 0 and state.initial_tokens[0] < 0:
@@ -228,28 +253,46 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         The scores are the logits, [rows, vocabulary]. Behind those of the step's rows come those of prompts
         that are not yet through, which mean nothing.
         """
-        logits = own = scores[: len(self._rows)]
+        logits = scores[: len(self._rows)]
         if self._fail_rows(logits):
-            logits = own = torch.nan_to_num(logits)  # of what is dropped, any token will do
-        if any(row.changes_logits for row in self._rows):
-            own = logits.clone()
-            masks = iter(() if self._masks is None else self._masks.result())
-            self._masks = None
-            for i, row in enumerate(self._rows):
-                if row.changes_logits:
-                    row.history = row.history or History(row.request, own.shape[-1], own.device)
-                    mask = torch.from_numpy(next(masks)).to(own.device) if row.guided else None
-                    own[i] = row.history.change(logits[i], row.tokens, mask)
+            logits = torch.nan_to_num(logits)  # any token will do for what is dropped
+        changed = self._changed(logits)
         samplings = [row.request.sampling for row in self._rows]
-        ids = choose(own, samplings, [len(row.tokens) for row in self._rows])
-        if asking := [i for i, row in enumerate(self._rows) if row.request.return_log_probs]:
-            rows = [self._rows[i] for i in asking]
-            top = max(row.request.top_log_probs for row in rows)
-            for row, one in zip(rows, log_probs(logits[asking], ids[asking], top), strict=True):
-                row.log_probs.append(replace(one, top=one.top[: row.request.top_log_probs]))
+        ids = choose(changed, samplings, [len(row.tokens) for row in self._rows])
+        self._note_log_probs(logits, ids)
         chosen = torch.full_like(scores, -torch.inf)
         chosen[: len(ids)].scatter_(1, ids.unsqueeze(-1), 0.0)
         return chosen
+
+    def _changed(self, logits: Tensor) -> Tensor:
+        """Return the logits to sample from; a row whose logits cannot be changed fails alone."""
+        if not any(row.changes_logits for row in self._rows):
+            return logits
+        changed = logits.clone()
+        masks = iter(() if self._masks is None else self._masks.result())
+        self._masks = None
+        for place, row in enumerate(self._rows):
+            if not row.changes_logits:
+                continue
+            mask = torch.from_numpy(next(masks)).to(logits.device) if row.guided else None
+            try:
+                if row.history is None:
+                    row.history = History(row.request, logits.shape[-1], logits.device)
+                changed[place] = row.history.change(logits[place], row.tokens, mask)
+            except Exception as error:
+                row.failure = base.failed_request(error, row.request)
+        return changed
+
+    def _note_log_probs(self, logits: Tensor, ids: Tensor) -> None:
+        """Keep the log probabilities of the chosen ids for the requests that want them."""
+        places = [place for place, row in enumerate(self._rows) if row.request.return_log_probs]
+        if not places:
+            return
+        rows = [self._rows[place] for place in places]
+        top = max(row.request.top_log_probs for row in rows)
+        found = log_probs(logits[places], ids[places], top)
+        for row, token in zip(rows, found, strict=True):
+            row.log_probs.append(replace(token, top=token.top[: row.request.top_log_probs]))
 
     def _fail_rows(self, logits: Tensor) -> bool:
         """Mark the sequences of the step whose numbers are not finite; return whether there are any."""
@@ -268,23 +311,24 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
 def _note_prompt(logits: Tensor, row: Row, start: int) -> None:
     """Keep the log probabilities of a row's prompt that are new: ``logits`` are those from ``start`` on."""
-    ids, known = row.request.input_ids, row.prompt_log_probs
+    ids = row.request.input_ids
+    known = row.prompt_log_probs
     if not known:
         known.append(TokenLogProb(ids[0], 0.0))
     for part in torch.split(logits[len(known) - 1 - start : len(ids) - 1 - start], PART):
-        own = torch.tensor(ids[len(known) : len(known) + len(part)], device=part.device)
-        known += log_probs(part, own, row.request.top_log_probs)
+        new_ids = torch.tensor(ids[len(known) : len(known) + len(part)], device=part.device)
+        known += log_probs(part, new_ids, row.request.top_log_probs)
 
 
 def log_probs(logits: Tensor, ids: Tensor, top: int) -> list[TokenLogProb]:
     """Return each row's log probability of its token, with the ``top`` most likely tokens'."""
     known = logits.float().log_softmax(-1).clamp_(min=base.LEAST_LOG_PROB)
-    own = known.gather(1, ids.unsqueeze(-1)).squeeze(-1)
+    chosen = known.gather(1, ids.unsqueeze(-1)).squeeze(-1)
     best = known.topk(min(top, known.shape[-1]))
-    others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    alternatives = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [
         TokenLogProb(token, value, tuple(zip(*pairs, strict=True)))
-        for token, value, pairs in zip(ids.tolist(), own.tolist(), others, strict=True)
+        for token, value, pairs in zip(ids.tolist(), chosen.tolist(), alternatives, strict=True)
     ]
 
 
@@ -295,8 +339,9 @@ def choose(logits: Tensor, samplings: list[SamplingParams], positions: list[int]
         return _sample(logits, samplings, positions)
     ids = logits.argmax(dim=-1)
     if sampled:
-        own = [samplings[i] for i in sampled], [positions[i] for i in sampled]
-        ids[sampled] = _sample(logits[sampled], *own)
+        ids[sampled] = _sample(
+            logits[sampled], [samplings[i] for i in sampled], [positions[i] for i in sampled]
+        )
     return ids
 
 
@@ -330,23 +375,28 @@ def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int
     if not any(s.top_k > 0 or 0 < s.top_p < 1 for s in samplings):
         return speeds.argmax(dim=-1)
     # top_k bounds the number of the likelier tokens, and top_p their weights' sum, by a share of what top_k
-    # leaves. With a top_k given, TensorRT-LLM takes a top_p of 0 as none.
-    device, vocabulary = logits.device, logits.shape[-1]
+    # leaves. With a top_k, TensorRT-LLM takes a top_p of 0 as none.
+    device = logits.device
+    vocabulary = logits.shape[-1]
     numbers = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
     shares = [sampling.top_p if 0 < sampling.top_p < 1 else torch.inf for sampling in samplings]
-    number, total = torch.tensor(numbers, device=device), weights.sum(dim=-1)
-    if both := [i for i, n in enumerate(numbers) if n < vocabulary and shares[i] < 1]:
-        most = weights[both].topk(max(numbers[i] for i in both)).values.cumsum(dim=-1)
-        total[both] = most.gather(-1, number[both].unsqueeze(-1) - 1).squeeze(-1)
+    number = torch.tensor(numbers, device=device)
+    total = weights.sum(dim=-1)
+    both = [i for i, n in enumerate(numbers) if n < vocabulary and shares[i] < 1]
+    if both:
+        sums = weights[both].topk(max(numbers[i] for i in both)).values.cumsum(dim=-1)
+        total[both] = sums.gather(-1, number[both].unsqueeze(-1) - 1).squeeze(-1)
     return _first_within(speeds, weights, number, torch.tensor(shares, device=device) * total)
 
 
 def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tensor) -> Tensor:
     """Return each row's fastest token within its limits, [rows]; of equals the lower id is likelier."""
     chosen = speeds.argmax(dim=-1, keepdim=True)
-    own = weights.gather(-1, chosen)
-    likelier = weights > own
-    likelier |= (weights == own) & (torch.arange(weights.shape[-1], device=weights.device) < chosen)
+    weight_of_chosen = weights.gather(-1, chosen)
+    likelier = weights > weight_of_chosen
+    likelier |= (weights == weight_of_chosen) & (
+        torch.arange(weights.shape[-1], device=weights.device) < chosen
+    )
     count = likelier.sum(dim=-1)
     outside = (count >= number) | ((weights * likelier).sum(dim=-1) >= weight)
     outside &= count > 0  # the likeliest is always within, rounding or not

@@ -76,8 +76,8 @@ class Peers:
 
 
 def _stop_in(model: Any, request_id: str) -> None:
-    # Looked up each time: a thread that held it would keep requests beyond finalize. There is none while the
-    # engine loads, and after finalize.
+    # Looked up each time: a thread that held it would keep requests beyond finalize. There is none while
+    # the engine loads, and after finalize.
     serving: Serving | None = getattr(model, "_serving", None)
     if serving is None:
         return

@@ -23,7 +23,7 @@ from cog_triton.engines.transformers import (
     CPU_PAGE_TOKENS,
     batching_config,
 )
-from cog_triton.engines.transformers_step import request_key
+from cog_triton.engines.transformers_step import History, request_key
 from cog_triton.request.request import Guide, GuideKind
 from tests.unit.engines.conftest import ENGINES, RANDOM, TIMEOUT, Requests, Stream, running
 
@@ -255,3 +255,33 @@ def test_what_needs_a_directory_or_a_tokenizer_is_refused_without(demo_model: Pa
         with pytest.raises(EngineError, match="does not support lora_task_id without LORA_DIR"):
             plain.start(lora_task_id=3)
         assert len(plain.engine.running) == 0
+
+
+@pytest.mark.parametrize("place", ["in the choice of its token", "in its delivery"])
+def test_a_request_that_fails_in_a_step_fails_alone(
+    llm: Requests, prompts: list[list[int]], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = prompts[1] * 9
+    assert len(long) > len(prompts[0]) + 12
+
+    def fail(length: int) -> None:
+        if length > len(long) + 1:
+            raise IndexError("out of bounds")
+
+    expected = llm.ids(prompts[0], max_tokens=12)
+    if place == "in the choice of its token":
+        change = History.change
+
+        def change_or_fail(self: History, logits: Any, tokens: list[int], *args: Any) -> Any:
+            fail(len(tokens))
+            return change(self, logits, tokens, *args)
+
+        monkeypatch.setattr(History, "change", change_or_fail)
+    else:
+        rope = llm.engine._processor.rope  # type: ignore[attr-defined]
+        monkeypatch.setattr(rope, "outgrown", lambda _, length: fail(length))
+    failing = llm.start(long, max_tokens=200, sampling=SamplingParams(min_tokens=150))
+    other = llm.start(prompts[0], max_tokens=12)
+    assert str(failing.last().error) == "the engine failed a request: IndexError: out of bounds"
+    assert other.wait().ids == expected
+    assert not llm.engine.running
