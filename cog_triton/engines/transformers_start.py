@@ -3,10 +3,16 @@
 When transformers is imported, it marks functions for torch.compile and looks for torch.distributed. This
 imports PyTorch's compiler and its distributed tensors: 2 of the 7 seconds of processor time that a start of
 the demo model took. The engine compiles nothing and runs in one process, so it goes without them.
+
+PyTorch itself imports functions in Python that compute the shapes of results, for the compiler and for
+tensors without data. With them, a model that is created without data imports SymPy: a second in all. The
+kernels in C++ know the shapes that nearly all models need, so a start tries without those functions first.
 """
 
 import importlib
+import importlib.abc
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +23,28 @@ from typing import Any
 from cog_triton.engines.base import Engine
 from cog_triton.text.transformers_import import list_models_once
 
+logger = logging.getLogger(__name__)
+
 COMPILER = "torch._dynamo"
+SHAPES = "torch._meta_registrations"
 
 
 def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
     """Load the model that the tensorrt_llm model's parameters name, and start an engine on it."""
     if not may_do_without_compiler(parameters):
+        complete_torch()
         return _create(parameters)
-    with without_compiler():
+    import_torch_without_shapes()
+    try:
+        with without_compiler():
+            return _create(parameters)
+    except (
+        RuntimeError
+    ) as error:  # as NotImplementedError is: an operation has no kernel for shapes
+        if SHAPES in sys.modules:
+            raise
+        logger.info("loading the model again, with all of PyTorch: %s", error)
+        complete_torch()
         return _create(parameters)
 
 
@@ -52,10 +72,41 @@ def may_do_without_compiler(parameters: Mapping[str, str]) -> bool:
         return False
     device = parameters.get("device", "auto")
     if device == "auto":
+        import_torch_without_shapes()
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return device == "cpu"
+
+
+def import_torch_without_shapes() -> None:
+    """Import PyTorch without the functions that compute shapes; they come with its compiler."""
+    if "torch" in sys.modules:
+        return
+    stand_in = ModuleType(SHAPES)
+    sys.modules[SHAPES] = stand_in
+    try:
+        import torch
+    finally:
+        del sys.modules[SHAPES]
+    if getattr(torch, "_meta_registrations", None) is stand_in:
+        del torch._meta_registrations
+        sys.meta_path.insert(0, _ShapesBeforeCompiler())
+
+
+def complete_torch() -> None:
+    """Import what ``import_torch_without_shapes`` left out, if it did."""
+    for finder in [each for each in sys.meta_path if isinstance(each, _ShapesBeforeCompiler)]:
+        sys.meta_path.remove(finder)
+        importlib.import_module(SHAPES)
+
+
+class _ShapesBeforeCompiler(importlib.abc.MetaPathFinder):
+    """Imports the functions that compute shapes before the compiler, which needs them."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == COMPILER:
+            complete_torch()
 
 
 @contextmanager

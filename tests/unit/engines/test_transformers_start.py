@@ -15,8 +15,9 @@ import sys
 from cog_triton.engines.base import create_engine
 
 engine = create_engine({"model": sys.argv[1], "device": "cpu", "tokenizer_dir": sys.argv[1]})
-imported = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor"} & set(sys.modules)
-assert not imported, imported
+unused = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"}
+unused.add("torch._meta_registrations")
+assert not unused & set(sys.modules), unused & set(sys.modules)
 engine.close()
 
 import torch
@@ -27,6 +28,25 @@ assert torch.distributed.is_available()
 doubled = torch.compile(lambda x: 2 * x, backend="eager")
 assert doubled(torch.tensor(2)).item() == 4
 assert "torch._dynamo.symbolic_convert" in sys.modules
+assert "torch._meta_registrations" in sys.modules
+print("done")
+"""
+LACKS_A_SHAPE = """
+import sys
+from cog_triton.engines import transformers_start
+
+attempts = []
+
+def create(parameters):
+    import torch
+
+    attempts.append("torch._meta_registrations" in sys.modules)
+    # PyTorch computes the shape of this result in Python alone.
+    return torch.kthvalue(torch.empty(3, device="meta"), 1)
+
+transformers_start._create = create
+transformers_start.create_transformers_engine({"model": sys.argv[1], "device": "cpu"})
+assert attempts == [False, True], attempts
 print("done")
 """
 LISTED_ONCE = """
@@ -46,7 +66,9 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [PROGRAM, LISTED_ONCE], ids=["compiler", "listing"])
+@pytest.mark.parametrize(
+    "program", [PROGRAM, LACKS_A_SHAPE, LISTED_ONCE], ids=["compiler", "shape", "listing"]
+)
 def test_in_a_process_of_its_own(program: str, demo_model: Path) -> None:
     command = [sys.executable, "-c", program, str(demo_model)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
