@@ -36,6 +36,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
+ENVIRONMENTS = Path("/tmp")  # fixed in Triton's Python backend
+ENVIRONMENT_SECONDS = 60.0  # from a tritonserver's start until it makes its directory there
 PREFIX, LOCK = "cog_triton_", "lock"
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
@@ -303,6 +305,31 @@ def _remove_files(prefix: str, directory: str) -> None:
     for region in SHARED_MEMORY.glob(f"{prefix}*") if prefix else ():
         region.unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
+    if prefix:
+        remove_environments()
+
+
+def remove_environments() -> None:
+    """Remove the empty directories in /tmp that killed tritonservers left.
+
+    Triton's Python backend makes one as it loads, for environments of models, and removes it only at an
+    orderly end. Which server made one is not known: it is kept if a living one may have.
+    """
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks = os.sysconf("SC_CLK_TCK")
+    starts = [
+        booted + int(process.started) / ticks
+        for process in map(_read_process, map(int, filter(str.isdigit, os.listdir("/proc"))))
+        if process is not None and process.name == SERVER and process.state != "Z"
+    ]
+    for directory in ENVIRONMENTS.glob("python_env_??????"):
+        with contextlib.suppress(OSError):  # it is gone, or not empty
+            status = directory.stat()
+            may_be_used = any(
+                0 <= status.st_mtime - start <= ENVIRONMENT_SECONDS for start in starts
+            )
+            if status.st_uid == os.getuid() and not may_be_used:
+                directory.rmdir()
 
 
 def read(pid: object, name: str) -> bytes:

@@ -11,12 +11,14 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import temporary_directory
+from cog_triton.server.guard import signal_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.terminal import end_at_once_on_signals
@@ -95,7 +97,11 @@ class Processes:
         while not self._stopping.is_set():
             events = {"KV_EVENTS_ENDPOINT": f"ipc://{self._own}/{secrets.token_hex(4)}"}
             process = await asyncio.create_subprocess_exec(
-                *command, env={**self._environment, **events}, start_new_session=True
+                *command,
+                env={**self._environment, **events},
+                start_new_session=True,
+                # If this process is killed, its workers end as they do when it is stopped.
+                preexec_fn=partial(signal_with_parent, signal.SIGTERM),
             )
             self._running.add(process)
             if self._stopping.is_set():  # meanwhile

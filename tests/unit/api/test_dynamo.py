@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +18,7 @@ from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
-from tests.support import load_cases
+from tests.support import alive, load_cases, wait_until
 
 CASES = load_cases(__file__, "dynamo.yaml")
 IDS = [5, 6, 7, 8]
@@ -155,3 +158,24 @@ def test_a_prompts_first_token_has_no_log_probability() -> None:
     made = chunk_of(Chunk("x", 1, 2, ids=(7,), prompt_log_probs=prompt))
     table = [None, {"6": {"logprob": -1.5}, "9": {"logprob": -0.5}}]
     assert made["engine_data"] == {"prompt_logprobs": table}
+
+
+SCALE = """
+import asyncio, sys
+from cog_triton.api.dynamo.scale import Processes
+from cog_triton.settings import read_settings
+
+processes = Processes({"DYN_FILE_KV": sys.argv[1]}, read_settings({}), sys.argv[1])
+command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+asyncio.run(processes._keep(command))
+"""
+
+
+def test_workers_end_with_a_scale_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCALE, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scale:
+        assert scale.stdout is not None
+        worker = int(scale.stdout.readline())
+        assert alive(worker)
+        scale.kill()
+    wait_until(lambda: not alive(worker), 60, "the end of the worker")

@@ -1,14 +1,19 @@
 """The guard, with real processes in the places of tritonserver, its stubs and its ranks."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from cog_triton.server import guard
 from cog_triton.server.command import guarded
-from tests.support import ROOT, alive
+from tests.support import ROOT, alive, wait_until
 
 
 def start(directory: Path, role: str, *command: str, timeout: float = 5) -> subprocess.Popen[str]:
@@ -69,3 +74,44 @@ def test_a_stub_that_is_killed_before_its_exec_ends_its_server(tmp_path: Path) -
         assert process.stderr is not None
         errors = process.stderr.read()
     assert errors == f"{guard.STUB_ENDED.format(model=guard.UNKNOWN, status=-9)}\n"
+
+
+def test_empty_environments_go_unless_a_living_server_may_have_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(guard, "SERVER", "tritonserver_")  # of this test alone
+    left = tmp_path / "python_env_aBcD12"
+    used = tmp_path / "python_env_eFgH34"
+    kept = [used, tmp_path / "python_env_full12", tmp_path / "another_directory"]
+    for directory in (left, *kept):
+        directory.mkdir()
+    (tmp_path / "python_env_full12" / "file").touch()
+    os.utime(left, (1, 1))
+    server = tmp_path / "tritonserver_"
+    server.symlink_to(shutil.which("sleep") or "")
+    with subprocess.Popen([server, "60"]) as process:
+        try:
+            wait_until(lambda: read_name(process.pid) == "tritonserver_", 60, "the exec")
+            os.utime(used)
+            guard.remove_environments()
+            assert not left.exists()
+            assert all(directory.exists() for directory in kept)
+        finally:
+            process.kill()
+    guard.remove_environments()
+    assert not used.exists()
+
+
+def read_name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_a_guard_removes_the_environment_of_its_server(tmp_path: Path) -> None:
+    made = tempfile.mkdtemp(prefix="python_env_", dir="/tmp")
+    environment = Path(made[:-8] + made[-6:])  # of six characters, as mkdtemp of C makes them
+    Path(made).rename(environment)
+    os.utime(environment, (1, 1))  # older than any server that lives beside this test
+    with start(tmp_path, "server", "sh", "-c", "kill -9 $$") as process:
+        assert process.wait(60) == 128 + signal.SIGKILL
+    assert not environment.exists()
