@@ -26,15 +26,20 @@ from h2.settings import SettingCodes, Settings
 from tritonclient.grpc import service_pb2
 
 from cog_triton import errors
-from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse, parts_of, read
-from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient, lost_after
+from cog_triton.client.messages import flat_outputs, frames_of, infer_request, is_final, parse, read
+from cog_triton.client.stream import (
+    CLOSED,
+    Arrivals,
+    Inputs,
+    TensorOutputs,
+    TritonClient,
+    lost_after,
+)
+from cog_triton.protocol.frames import Frame, FrameAddress
 from cog_triton.protocol.names import (
-    CHANNEL,
-    COUNTED_IDS,
+    FRAMES_FOR,
     IDS_ENSEMBLE,
-    LOG_PROBS,
     NO_PARAMETERS,
-    OUTPUTS,
     TRACEPARENT,
     Parameters,
 )
@@ -65,16 +70,14 @@ class Stream(Arrivals[Any]):
     """The answer to a request: messages, or the parts of it in any messages."""
 
     request_id = ""  # of a shared one
-    number = 0  # of a shared one, as ``CHANNEL`` says
+    number = 0  # of a shared one: of its frames
     closed = False
 
     def __init__(self, call: "_Call") -> None:
         super().__init__()
         self.call = call
         self.place = 0  # the number of ids that have come without a gap
-        self.early: dict[
-            int, list[int]
-        ] = {}  # parts behind a gap, by the number of ids before each
+        self.early: dict[int, Frame] = {}  # frames behind a gap, by the number of ids before each
         self.gap_began: float | None = None  # the loop's time
 
     @property
@@ -83,33 +86,19 @@ class Stream(Arrivals[Any]):
 
     @property
     def has_early_end(self) -> bool:
-        return any(is_last_part(part) for part in self.early.values())
+        return any(frame.final for frame in self.early.values())
 
-    def add_part(self, part: list[int]) -> None:
-        """Add one that is as ``COUNTED_IDS`` says; those of two calls may come in any order."""
-        self.early[ids_before(part)] = part
+    def add_frame(self, frame: Frame) -> None:
+        """Add one; those of two calls may come in any order."""
+        self.early[frame.start] = frame
         while (ready := self.early.pop(self.place, None)) is not None:
-            self.place = ids_so_far(ready)
+            self.place = ready.end
             self.gap_began = None
             self.add(ready)
-            if is_last_part(ready):
+            if ready.final:
                 self.end()
         if self.early and self.gap_began is None:
             self.gap_began = self._loop.time()
-
-
-def is_last_part(part: list[int]) -> bool:
-    return part[0] < 0
-
-
-def ids_so_far(part: list[int]) -> int:
-    """Return the number of a request's ids up to the end of a part, as ``COUNTED_IDS`` has it."""
-    return ~part[0] if is_last_part(part) else part[0]
-
-
-def ids_before(part: list[int]) -> int:
-    """Return the number of a request's ids before those of a part."""
-    return ids_so_far(part) - len(part[2:])
 
 
 class _Call:
@@ -199,7 +188,7 @@ class Connection(asyncio.Protocol):
         return self.usable and calls < self._most_calls
 
     def send(self, path: str, request: Any, trace: Any = None, *, shared: bool = False) -> Stream:
-        """Send a request; responses to ``shared`` ones may have parts of each other's."""
+        """Send a request; responses to ``shared`` ones may have frames of each other's."""
         together = shared and not trace
         call = (self._next if together else None) or _Call()
         stream = Stream(call)
@@ -207,7 +196,8 @@ class Connection(asyncio.Protocol):
         if shared:
             stream.request_id = request.id
             stream.number = next(self._numbers) % _LAST_STREAM + 1
-            request.parameters[CHANNEL].string_param = f"{self._reader}/{stream.number}"
+            address = FrameAddress(self._reader, stream.number)
+            request.parameters[FRAMES_FOR].string_param = address.parameter()
             self._sharing[stream.number] = stream
         message = request.SerializeToString()
         call.streams.append(stream)
@@ -385,14 +375,14 @@ class Connection(asyncio.Protocol):
             streams[0].add(message)
             return
         answer = read(message)
-        parts = parts_of(answer)
-        for number, part in parts:
-            receiver = self._sharing.get(number)
+        frames = frames_of(answer)
+        for frame in frames:
+            receiver = self._sharing.get(frame.sequence)
             if receiver is not None:
-                receiver.add_part(part)
+                receiver.add_frame(frame)
                 if receiver.gap_began is not None and self._gap_timer is None:
                     self._watch_gaps()
-        if not parts:  # an error, the end of one, or of an engine that knows no channels
+        if not frames:  # an error, the end of one, or of an engine that sends no frames
             response = answer.infer_response
             for stream in [one for one in streams if one.request_id == response.id] or streams:
                 stream.add(answer)
@@ -502,17 +492,15 @@ class GrpcClient(TritonClient):
     async def _send(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
     ) -> Stream:
-        outputs = OUTPUTS if model == IDS_ENSEMBLE else ()
-        log_probs = [LOG_PROBS] if "return_log_probs" in inputs else []
-        request = infer_request(model, request_id, inputs, [*outputs, *log_probs], parameters)
-        shared = COUNTED_IDS in parameters and not log_probs
+        request = infer_request(model, request_id, inputs, (), parameters)
+        shared = model == IDS_ENSEMBLE
         return await self.send(INFER, request, parameters.get(TRACEPARENT), shared=shared)
 
-    def _parse(self, message: Any) -> tuple[Outputs, bool]:
-        if isinstance(message, list):
-            return {"output_ids": message}, message[0] < 0
+    def _parse(self, message: Any) -> Frame | TensorOutputs:
+        if isinstance(message, Frame):
+            return message
         response = parse(message)
-        return flat_outputs(response), is_final(response)
+        return TensorOutputs(flat_outputs(response), is_final(response))
 
     async def _disconnect(self) -> None:
         async with self._connecting:

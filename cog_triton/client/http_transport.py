@@ -7,13 +7,24 @@ from array import array
 from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import numpy.typing as npt
 
 from cog_triton import errors
-from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient
-from cog_triton.protocol.names import LOG_PROBS, NO_PARAMETERS, OUTPUTS, TRACEPARENT, Parameters
+from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TensorOutputs, TritonClient
+from cog_triton.protocol.frames import Frame, FrameAddress, decode_frames
+from cog_triton.protocol.names import (
+    DIMS,
+    FRAMES,
+    FRAMES_FOR,
+    IDS_ENSEMBLE,
+    LOG_PROBS,
+    NO_PARAMETERS,
+    TRACEPARENT,
+    Parameters,
+)
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0  # of silence after a first event: Triton 2.51 may drop the rest of a stream
@@ -21,7 +32,8 @@ END_SECONDS = 1.0  # to wait for a stream's end after its last event: Triton may
 LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
 
 Event = dict[str, Any]
-UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}  # TensorRT-LLM marks no last event
+# TensorRT-LLM marks no last event.
+UNMARKED_END = TensorOutputs({"output_ids": [], "sequence_length": [0]}, final=True)
 
 
 class HttpClient(TritonClient):
@@ -43,15 +55,19 @@ class HttpClient(TritonClient):
 
     async def _send(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
-    ) -> Arrivals[Event]:
-        arrivals: Arrivals[Event] = Arrivals()
+    ) -> Arrivals[Frame | TensorOutputs]:
+        arrivals: Arrivals[Frame | TensorOutputs] = Arrivals()
+        if model == IDS_ENSEMBLE:
+            address = FrameAddress(reader=uuid4().hex, sequence=1)  # each request has its reader
+            parameters = {**parameters, FRAMES_FOR: address.parameter()}
         events = self.events(model, request_id, inputs, parameters)
         # A task, because a consumer that is cancelled while it reads would break the connection.
         arrivals.close = self._spawn(_read(events, arrivals)).cancel
         return arrivals
 
-    def _parse(self, message: Event) -> tuple[Outputs, bool]:
-        return flat_outputs(message), _is_final(message)
+    def _parse(self, message: Any) -> Frame | TensorOutputs:
+        parsed: Frame | TensorOutputs = message
+        return parsed
 
     async def _disconnect(self) -> None:
         await self._session.close()
@@ -80,19 +96,22 @@ class HttpClient(TritonClient):
             raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
 
 
-async def _read(events: AsyncGenerator[Event, None], arrivals: Arrivals[Event]) -> None:
-    event: Event = {}
+async def _read(
+    events: AsyncGenerator[Event, None], arrivals: Arrivals[Frame | TensorOutputs]
+) -> None:
+    last: Frame | TensorOutputs | None = None
     try:
         async with contextlib.aclosing(events):
             async for event in events:
-                arrivals.add(event)
-                if _is_final(event):
+                last = parse_event(event)
+                arrivals.add(last)
+                if isinstance(last, Frame) and last.final:
                     # Read on, because a connection serves the next request only after the end.
                     arrivals.close = lambda: None
                     arrivals.end()
                     await asyncio.wait_for(anext(events, None), END_SECONDS)
                     return
-        if "sequence_length" in event:
+        if isinstance(last, TensorOutputs) and "sequence_length" in last.values:
             arrivals.add(UNMARKED_END)
         arrivals.end()
     except asyncio.CancelledError:
@@ -102,10 +121,15 @@ async def _read(events: AsyncGenerator[Event, None], arrivals: Arrivals[Event]) 
         arrivals.end(error)
 
 
-def _is_final(event: Event) -> bool:
-    ids = event.get("output_ids")
-    first = ids[0] if isinstance(ids, list) and ids and "sequence_length" not in event else 0
-    return event is UNMARKED_END or (isinstance(first, int) and first < 0)
+def parse_event(event: Event) -> Frame | TensorOutputs:
+    """Return the frame or the tensors of an event, or raise TritonMalformedEvent."""
+    outputs = flat_outputs(event)
+    if FRAMES not in outputs:
+        return TensorOutputs(outputs, final=False)
+    frames = decode_frames(outputs[FRAMES])
+    if len(frames) != 1:
+        raise errors.TritonMalformedEvent(f"a response has {len(frames)} frames instead of one")
+    return frames[0]
 
 
 def _object(data: bytes) -> Event:
@@ -122,9 +146,9 @@ def _object(data: bytes) -> Event:
 
 
 def flat_outputs(event: Event) -> Outputs:
-    """Return the outputs for ``decode_response``."""
+    """Return an event's outputs, each flat, or raise TritonMalformedEvent."""
     outputs = {}
-    for name in event.keys() & {*OUTPUTS, LOG_PROBS}:
+    for name in event.keys() & DIMS.keys():
         value = event[name]
         # Triton writes a tensor of a single element as a scalar.
         outputs[name] = value if isinstance(value, list) else [value]

@@ -11,10 +11,11 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 from cog_triton import errors
 from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.stream import Inputs, Outputs
-from cog_triton.protocol.names import LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
+from cog_triton.protocol.frames import Frame, decode_frames
+from cog_triton.protocol.names import FRAMES, LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 
 _FORMATS: dict[str, Literal["i", "f"]]  # by which 4 bytes are read
-_FORMATS = {**dict.fromkeys(OUTPUTS, "i"), LOG_PROBS: "f"}
+_FORMATS = {**dict.fromkeys(OUTPUTS, "i"), FRAMES: "i", LOG_PROBS: "f"}
 
 
 def read(message: bytes) -> service_pb2.ModelStreamInferResponse:
@@ -32,22 +33,12 @@ def parse(message: bytes | service_pb2.ModelStreamInferResponse) -> service_pb2.
     return answer.infer_response
 
 
-def parts_of(answer: service_pb2.ModelStreamInferResponse) -> list[tuple[int, list[int]]]:
-    """Return the parts that ``CHANNEL`` speaks of, each with its number; none of another message."""
-    parts, at, response = [], 0, answer.infer_response
-    if len(response.outputs) != 1:  # TensorRT-LLM's C++ backend sends more
+def frames_of(answer: service_pb2.ModelStreamInferResponse) -> list[Frame]:
+    """Return the frames of a message, none if it is of another kind; TritonMalformedEvent if unreadable."""
+    response = answer.infer_response
+    if len(response.outputs) != 1 or response.outputs[0].name != FRAMES:
         return []
-    try:
-        (values,) = flat_outputs(response).values()
-        while at < len(values):
-            number, size = values[at : at + 2]
-            begin, at = at + 2, at + 2 + size
-            if size < 2 or at > len(values):
-                return []
-            parts.append((number, values[begin:at]))
-    except (errors.CogTritonError, ValueError):
-        return []  # its reader says so
-    return parts
+    return decode_frames(flat_outputs(response)[FRAMES])
 
 
 def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
@@ -80,7 +71,7 @@ def infer_request(
 
 
 def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
-    """Return the outputs for ``decode_response``."""
+    """Return a response's outputs, each flat, or raise TritonMalformedEvent."""
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     try:
         return {

@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton import errors
+from cog_triton.protocol.frames import Frame
 from cog_triton.protocol.log_probs import (
     TokenLogProb,
     unpacked_log_probs,
-    unpacked_prompt_log_probs,
 )
 from cog_triton.protocol.names import (
     CONTINUED,
-    COUNTED_IDS,
     ENGINE,
     IDS_ENSEMBLE,
     LOG_PROBS,
@@ -40,6 +39,7 @@ T = TypeVar("T")
 CLOSED = "the connection was closed before the last response"
 STOP_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds after a stop request; the last one repeats
 STOP_SECONDS = 5.0  # for one stop request, and again for the end of a stream that it was to stop
+NO_LOG_PROBS = "a response lacks the log probabilities of its ids"
 CLOSE_SECONDS = 5.0  # for all stops that are still to be confirmed when the client is closed
 # Errors of a stream that ended too early or lost something; its earlier responses are right.
 BROKEN = (errors.TritonUnavailable, errors.TritonMalformedEvent, errors.TritonMalformedJSON)
@@ -74,38 +74,52 @@ class Streams(Protocol):
         """Start a request and yield its responses; closing it early stops the request in the engine."""
 
 
-def decode_response(outputs: Outputs, place: int, top: int | None, final: bool = False) -> Response:
-    """Return the response of one set of outputs; TritonMalformedEvent if one or a token before is missing.
+@dataclass(frozen=True)
+class TensorOutputs:
+    """TensorRT-LLM's tensors of one response, each flat."""
+
+    values: Outputs
+    final: bool
+
+
+def read_frame(frame: Frame, place: int, *, wants_log_probs: bool) -> Response:
+    """Return the response of a frame; TritonMalformedEvent if one before it was lost.
 
     Args:
-        outputs: output_ids of the embedded engines are as ``COUNTED_IDS`` says. TensorRT-LLM's C++
-            backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
+    """
+    if frame.start != place:
+        raise lost_after(place)
+    if wants_log_probs and len(frame.log_probs) != len(frame.ids):
+        raise errors.TritonMalformedEvent(NO_LOG_PROBS)
+    return Response(
+        frame.ids,
+        frame.input_tokens,
+        frame.final,
+        log_probs=list(frame.log_probs),
+        prompt_log_probs=list(frame.prompt_log_probs),
+    )
+
+
+def read_tensors(outputs: TensorOutputs, top: int | None) -> Response:
+    """Return the response of TensorRT-LLM's tensors; TritonMalformedEvent if one is missing.
+
+    Args:
         top: alternatives to each log probability; None without log probabilities.
     """
-    embedded = "sequence_length" not in outputs
+    values = outputs.values
     try:
-        ids, input_tokens = outputs["output_ids"], outputs.get("num_input_tokens", [None])[0]
-        if embedded:
-            counts, ids = ids[:2], ids[2:]
-            so_far = place + len(ids)
-            if len(counts) < 2 or counts[0] != (~so_far if final else so_far):
-                raise lost_after(place)
-            input_tokens = counts[1]
-        else:
-            ids = ids[: outputs["sequence_length"][0]]
+        ids = values["output_ids"][: values["sequence_length"][0]]  # they may be padded
+        input_tokens = values.get("num_input_tokens", [None])[0]
     except (KeyError, IndexError) as error:
         raise errors.TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
-    response = Response(ids, input_tokens, final, embedded)
+    response = Response(ids, input_tokens, outputs.final, keeps_end_token=False)
     if top is not None:
-        values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
+        log_probs = np.array(values.get(LOG_PROBS, ()), np.float32)
         try:
-            response.log_probs = unpacked_log_probs(ids, values, top)
-            if embedded:
-                response.prompt_log_probs = unpacked_prompt_log_probs(values, len(ids), top)
+            response.log_probs = unpacked_log_probs(ids, log_probs, top)
         except ValueError:
-            text = "a response lacks the log probabilities of its ids"
-            raise errors.TritonMalformedEvent(text) from None
+            raise errors.TritonMalformedEvent(NO_LOG_PROBS) from None
     return response
 
 
@@ -211,9 +225,8 @@ class TritonClient(ABC):
         """
         if self._closed:
             raise errors.TritonUnavailable(CLOSED)
-        parameters = {**parameters, COUNTED_IDS: True}
         if continued:
-            parameters[CONTINUED] = ids_text(continued)
+            parameters = {**parameters, CONTINUED: ids_text(continued)}
         top = int(parameters.get(TOP_LOG_PROBS, 0)) if "return_log_probs" in inputs else None
         arrivals = await self._send(IDS_ENSEMBLE, request_id, inputs, parameters)
         del inputs  # they may have the weights of an adapter, and the stream may be long
@@ -223,8 +236,11 @@ class TritonClient(ABC):
                 response = None
                 for message in await arrivals.take():
                     try:
-                        outputs, final = self._parse(message)
-                        part = decode_response(outputs, place, top, final)
+                        parsed = self._parse(message)
+                        if isinstance(parsed, Frame):
+                            part = read_frame(parsed, place, wants_log_probs=top is not None)
+                        else:
+                            part = read_tensors(parsed, top)
                     except errors.CogTritonError:
                         if response is not None:
                             yield response
@@ -366,8 +382,8 @@ class TritonClient(ABC):
     ) -> Arrivals[Any]: ...
 
     @abstractmethod
-    def _parse(self, message: Any) -> tuple[Outputs, bool]:
-        """Return a response's outputs, and if it is the last; or raise the error that it has."""
+    def _parse(self, message: Any) -> Frame | TensorOutputs:
+        """Return what a message has, or raise its error."""
 
     @abstractmethod
     async def _disconnect(self) -> None: ...

@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 
 from cog_triton.engines.base import Engine, GenerationRequest, Step, TokenLogProb
 from cog_triton.errors import EngineError, EngineUnavailable
-from cog_triton.protocol.parameters import reader_and_number
+from cog_triton.protocol.frames import FrameAddress
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.stop_words import StopWordSearch
 
@@ -52,7 +52,8 @@ class Output(Step):
     generated: int = 0  # tokens of the sequence so far
     times: Times = field(default=Times(), compare=False)
     input_tokens: int = field(default=0, compare=False)
-    channel: int = field(default=0, compare=False)  # see ``CHANNEL``
+    # The number that the client gave to the sequence; 0 if it did not ask for frames.
+    sequence: int = field(default=0, compare=False)
     has_end_token: bool = field(default=False, compare=False)  # whether it is the last of ``ids``
     # In the last response: how many characters of its text stand behind the stop word that ended it.
     characters_behind: int = 0
@@ -96,7 +97,7 @@ class _Sequence:
     streaming: bool
     prompt: list[int]  # precedes the ids in the only response
     reader: _Reader
-    channel: int
+    number: int  # its address' sequence, or 0
     search: StopWordSearch | None
     steps: deque[Step] = field(default_factory=deque)  # have come from the engine, and are not read
     ids: list[int] = field(default_factory=list)
@@ -162,7 +163,7 @@ class _Sequence:
             generated=self.sent,
             times=Times(self.arrival, self.first_token, self.last_token if self.over else 0),
             input_tokens=len(self.request.input_ids),
-            channel=self.channel,
+            sequence=self.number,
             has_end_token=self.over and self.ends_with_end_token,
             characters_behind=self._characters_behind() if self.over else 0,
         )
@@ -225,7 +226,7 @@ class Serving:
         *,
         streaming: bool,
         prompt_in_output: bool = False,
-        channel: str = "",
+        address: FrameAddress | None = None,
         search: StopWordSearch | None = None,
     ) -> Callable[[], None]:
         """Start one sequence; return the function that stops it, or raise EngineError.
@@ -233,10 +234,10 @@ class Serving:
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
-            send: gets the outputs in order, on the delivery thread; those of a channel's reader together.
+            send: gets the outputs in order, on the delivery thread; those of an address' reader together.
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
-            channel: as ``CHANNEL``; without one, the sequence's outputs leave alone.
+            address: where the outputs go as frames; without one, the sequence's outputs leave alone.
             search: of stop words in the output's text, beside those that the request has by their ids.
         """
         self._check(request)
@@ -245,9 +246,9 @@ class Serving:
         request = replace(request, key=key, max_tokens=min(request.max_tokens, room))
         reader = _Reader()
         number = 0
-        if channel:
-            name, number = reader_and_number(channel)
-            reader = self._readers.setdefault(name, reader)
+        if address is not None:
+            number = address.sequence
+            reader = self._readers.setdefault(address.reader, reader)
         sequence = _Sequence(
             request=request,
             request_id=request_id,
@@ -255,7 +256,7 @@ class Serving:
             streaming=streaming,
             prompt=request.input_ids if prompt_in_output and not streaming else [],
             reader=reader,
-            channel=number,
+            number=number,
             search=search,
         )
         self._running[key] = sequence
@@ -409,7 +410,8 @@ class Serving:
             self.counters["served"] += len(output.ids) - len(sequence.prompt)
             if output.finished and sequence is not first:
                 # Not here: it takes 0.1 to 0.4 ms, for which the next step's tokens would wait.
-                self._ends.submit(_send_end, sequence, replace(output, ids=[]))
+                end = replace(output, ids=[], log_probs=[], prompt_log_probs=[])
+                self._ends.submit(_send_end, sequence, end)
 
     def _count_end(self, sequence: _Sequence, output: Output) -> None:
         if self._running.pop(sequence.request.key, None) is None:

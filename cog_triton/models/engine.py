@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +23,14 @@ from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Inputs, flag
 from cog_triton.models.tensors import (
     STOP_WORDS_TEXT,
+    frames_tensor,
     generation_requests,
     placeholders,
     response_tensors,
     stop_words_in_text,
 )
-from cog_triton.protocol.names import CHANNEL, COUNTED_IDS, ENGINE
+from cog_triton.protocol.frames import FrameAddress
+from cog_triton.protocol.names import ENGINE, FRAMES, FRAMES_FOR
 from cog_triton.text.end_tokens import declared_end_ids
 from cog_triton.text.stop_words import StopWordSearch
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
@@ -204,17 +206,34 @@ class TritonPythonModel:
         prompt_in_output = self._prompt_in_output
         if "exclude_input_in_output" in inputs:
             prompt_in_output = not flag(inputs, "exclude_input_in_output")
-        counted = parameters.get(COUNTED_IDS) is True
-        form = {"counted": counted, "top": generations[0].top_log_probs}
-        how: dict[str, Any] = {"streaming": streaming, "prompt_in_output": prompt_in_output}
-        how["channel"] = parameters.get(CHANNEL, "") if counted and streaming else ""
-        zeros = {} if counted else self._placeholders
-        responses = Responses(client, inputs, names, len(generations), form, zeros)
+        address = None
+        if FRAMES in names and FRAMES_FOR in parameters:
+            address = FrameAddress.parse(parameters[FRAMES_FOR])
+            if len(generations) > 1:
+                raise InvalidParameter(f"{FRAMES_FOR} does not support a batch of prompts")
+            prompt_in_output = False  # a frame's ids are the output's
+        responses = Responses(
+            client,
+            inputs,
+            names,
+            unfinished=len(generations),
+            as_frames=address is not None,
+            top=generations[0].top_log_probs,
+            placeholders=self._placeholders,
+        )
         try:
             searches = self._text_stops.searches(inputs)
             for index, (generation, search) in enumerate(zip(generations, searches, strict=True)):
                 send = partial(responses.send, index)
-                stop = self._serving.start(request_id, generation, send, search=search, **how)
+                stop = self._serving.start(
+                    request_id,
+                    generation,
+                    send,
+                    streaming=streaming,
+                    prompt_in_output=prompt_in_output,
+                    address=address,
+                    search=search,
+                )
                 responses.stops.append(stop)
         except Exception:
             responses.abandoned = True  # the error is the only response to the whole batch
@@ -272,7 +291,8 @@ class Responses:
     inputs: dict[str, Array]
     names: frozenset[str]
     unfinished: int  # sequences
-    form: dict[str, Any]
+    as_frames: bool = False
+    top: int = 0  # alternatives to each log probability, in TensorRT-LLM's tensors
     placeholders: dict[str, Array] = field(default_factory=dict)
     stops: list[Callable[[], object]] = field(default_factory=list)
     abandoned: bool = False
@@ -283,14 +303,20 @@ class Responses:
         for stop in self.stops:
             stop()
 
+    def _tensors(self, index: int, output: Output, others: Sequence[Output]) -> dict[str, Array]:
+        if self.as_frames:
+            return frames_tensor([output, *others])
+        tensors = response_tensors(index, output, inputs=self.inputs, top=self.top)
+        return {**tensors, **self.placeholders}
+
     def send(self, index: int, output: Output, *others: Output) -> None:
+        """Send an output of the sequence at a place in the batch, and those of other requests."""
         if self.abandoned:
             return
         if output.error is not None:
             response = stub.failure(ENGINE, output.error)
         else:
-            tensors = response_tensors(index, output, *others, inputs=self.inputs, **self.form)
-            response = stub.response({**tensors, **self.placeholders}, self.names)
+            response = stub.response(self._tensors(index, output, others), self.names)
         with self.lock:  # the last response must not overtake another sequence's
             unfinished = self.unfinished - output.finished
             if not unfinished:

@@ -3,7 +3,7 @@
 Arrays have the batch as their first dimension; a scalar of the contract has shape [batch].
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,10 +15,12 @@ from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter, shown
 from cog_triton.models.names import OLD_INPUTS, SAMPLING_INPUTS, UNKNOWN_METRICS, UNSUPPORTED
 from cog_triton.models.stub import Array, Inputs, flag, indices, words
+from cog_triton.protocol.frames import Frame, encode_frames
 from cog_triton.protocol.log_probs import packed_log_probs
 from cog_triton.protocol.names import (
     ALLOWED_IDS,
     CONTINUED,
+    FRAMES,
     LOG_PROBS,
     MIN_P,
     NO_PARAMETERS,
@@ -224,22 +226,36 @@ def _text(inputs: Inputs, name: str, row: int) -> str:
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
+def frames_tensor(outputs: Iterable[Output]) -> dict[str, Array]:
+    """Return the only tensor of a response to this package's client."""
+    frames = (
+        Frame(
+            sequence=output.sequence,
+            start=output.generated - len(output.ids),
+            ids=output.ids,
+            input_tokens=output.input_tokens,
+            final=output.finished,
+            log_probs=output.log_probs,
+            prompt_log_probs=output.prompt_log_probs,
+        )
+        for output in outputs
+    )
+    return {FRAMES: encode_frames(frames).reshape(1, -1)}
+
+
 def response_tensors(
-    index: int, output: Output, *others: Output, inputs: Inputs, counted: bool = False, top: int = 0
+    index: int, output: Output, *, inputs: Inputs, top: int = 0
 ) -> dict[str, Array]:
-    """Return the tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
+    """Return TensorRT-LLM's tensors of one response; shapes are [1, beams = 1, …].
+
+    As with its C++ backend, the end token is left out, so that no client decodes it.
 
     Args:
         index: the sequence's place in the request's batch.
-        others: of other sequences, with a channel.
         inputs: the request's, which say what else it wants.
-        counted: make only output_ids, as ``COUNTED_IDS`` says, and output_log_probs if wanted.
         top: number of the most likely tokens at each place in output_log_probs.
-
-    Without ``counted`` the end token is left out, as TensorRT-LLM's C++ backend does, so that no client
-    decodes it.
     """
-    if output.has_end_token and not counted:
+    if output.has_end_token:
         output = replace(
             output,
             ids=output.ids[:-1],
@@ -247,38 +263,28 @@ def response_tensors(
             generated=output.generated - 1,
             has_end_token=False,
         )
-    ids, generated, input_tokens = output.ids, output.generated, output.input_tokens
-    sent = [value for each in (output, *others) for value in counted_ids(each)] if counted else ids
-    tensors = {"output_ids": np.array(sent, np.int32).reshape(1, 1, -1)}
-    if not counted:
-        tensors |= {
-            "sequence_length": np.array([[len(ids)]], np.int32),
-            "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
-            **indices(index, 0),
-            "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
-            "is_final": np.array([[output.finished]], np.bool_),
-        }
-        if output.characters_behind:
-            tensors["cut_characters"] = np.array([[output.characters_behind]], np.int32)
-        if flag(inputs, "return_perf_metrics"):
-            tensors |= _perf_metrics(output)
-        if flag(inputs, "return_num_input_tokens"):
-            tensors["num_input_tokens"] = np.array([[input_tokens]], np.int32)
-        if flag(inputs, "return_num_output_tokens"):
-            tensors["num_output_tokens"] = np.array([[generated]], np.int32)
-    if not counted or flag(inputs, "return_log_probs"):
-        values = packed_log_probs(output.log_probs, top, output.prompt_log_probs)
-        if not output.log_probs:  # as TensorRT-LLM has it where they were not asked for
-            values = np.zeros(len(ids), np.float32)
-        tensors[LOG_PROBS] = values.reshape(1, 1, -1)
+    count = len(output.ids)
+    log_probs = packed_log_probs(output.log_probs, top, output.prompt_log_probs)
+    if not output.log_probs:  # TensorRT-LLM sends zeros where they were not asked for
+        log_probs = np.zeros(count, np.float32)
+    tensors = {
+        "output_ids": np.array(output.ids, np.int32).reshape(1, 1, -1),
+        "sequence_length": np.array([[count]], np.int32),
+        "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
+        LOG_PROBS: log_probs.reshape(1, 1, -1),
+        **indices(index, 0),
+        "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
+        "is_final": np.array([[output.finished]], np.bool_),
+    }
+    if output.characters_behind:
+        tensors["cut_characters"] = np.array([[output.characters_behind]], np.int32)
+    if flag(inputs, "return_perf_metrics"):
+        tensors |= _perf_metrics(output)
+    if flag(inputs, "return_num_input_tokens"):
+        tensors["num_input_tokens"] = np.array([[output.input_tokens]], np.int32)
+    if flag(inputs, "return_num_output_tokens"):
+        tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
     return tensors
-
-
-def counted_ids(output: Output) -> list[int]:
-    """Return the values of ``COUNTED_IDS``, behind those of ``CHANNEL`` if it has one."""
-    generated = output.generated
-    values = [~generated if output.finished else generated, output.input_tokens, *output.ids]
-    return [output.channel, len(values), *values] if output.channel else values
 
 
 def _perf_metrics(output: Output) -> dict[str, Array]:

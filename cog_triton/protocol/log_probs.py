@@ -59,10 +59,3 @@ def unpacked_log_probs(ids: Sequence[int], values: Array, top: int) -> list[Toke
         likely = tuple((other, log_prob) for other, log_prob in places if other >= 0)
         tokens.append(TokenLogProb(token, row[0], likely))
     return tokens
-
-
-def unpacked_prompt_log_probs(values: Array, generated: int, top: int) -> list[TokenLogProb]:
-    """Read the prompt's log probabilities, ahead of ``generated`` ids', or raise ValueError."""
-    rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, 3 + 2 * top)
-    tokens = unpacked_log_probs(rows[:, 1].astype(np.int64).tolist(), rows.ravel(), 1 + top)
-    return [replace(token, top=token.top[1:]) for token in tokens]

@@ -16,24 +16,21 @@ KV_BLOCK_TOKENS = 32
 
 # Outputs of ENGINE and IDS_ENSEMBLE
 
+OUTPUTS = ("output_ids", "sequence_length", "num_input_tokens", "num_output_tokens")  # INT32
+LOG_PROBS = "output_log_probs"  # FP32; see ``cog_triton.protocol.log_probs``
+FRAMES = "frames"  # INT32; see ``cog_triton.protocol.frames``. TensorRT-LLM's C++ backend has none.
 DIMS = {
     "output_ids": [-1, -1],
     "sequence_length": [-1],
     "num_input_tokens": [1],
     "num_output_tokens": [1],
+    LOG_PROBS: [-1, -1],
+    FRAMES: [-1],
 }
-OUTPUTS = tuple(DIMS)  # INT32
-LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``cog_triton.protocol.log_probs``
 
 # Parameters of a request, which are not tensors. The C++ backend ignores them.
 
-# Answer with one tensor (each costs tens of microseconds on its way): a response's ids behind the count of
-# all so far, which the last response has inverted (~), and the number of the prompt's tokens.
-COUNTED_IDS = "counted_ids"
-# With COUNTED_IDS, of a stream without log probabilities: "reader/number". What a reader's sequences have
-# at one time leaves in one response to one of its requests, in parts: a sequence's number, the count of
-# values that follow, and those. A last part that left with another's comes again, without ids, to its own.
-CHANNEL = "channel"
+FRAMES_FOR = "frames_for"  # a ``FrameAddress``: answer with FRAMES and no other output
 # ``ids_text`` of the output that an earlier attempt has delivered. Preprocessing puts these ids behind the
 # prompt's, and the embedded engines treat them as output.
 CONTINUED = "continued_ids"

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.protocol.names import CHANNEL, LOGIT_BIAS
+from cog_triton.protocol.names import LOGIT_BIAS
 from cog_triton.web.bodies import BadBody, parse_json
 
 
@@ -50,14 +49,6 @@ def adapter_task_id(name: str) -> int:
         return int(name)
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1 or 1
-
-
-def reader_and_number(channel: Any) -> tuple[str, int]:
-    """Read the value of ``CHANNEL``, or raise InvalidParameter."""
-    found = re.fullmatch("([0-9a-f]{32})/([1-9][0-9]{0,9})", str(channel))
-    if found is None or int(found[2]) >= 2**31:
-        raise InvalidParameter(f"{CHANNEL} must be 32 hexadecimal digits, a slash and 31 bits")
-    return found[1], int(found[2])
 
 
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:

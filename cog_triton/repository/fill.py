@@ -22,7 +22,14 @@ from google.protobuf import text_encoding, text_format  # type: ignore[attr-defi
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.protocol.names import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
+from cog_triton.protocol.names import (
+    CONTEXT_MODEL,
+    DIMS,
+    FRAMES,
+    IDS_ENSEMBLE,
+    LOG_PROBS,
+    OUTPUTS,
+)
 from cog_triton.repository.variables import TABLES, known
 
 logger = logging.getLogger(__name__)
@@ -278,7 +285,8 @@ def add_derived(configs: dict[str, Any], *, context: bool) -> None:
     """Add ``ensemble_ids`` and, for ``context``, ``tensorrt_llm_context``, where the models allow them."""
     if (ensemble := configs.get("ensemble")) is None:
         return
-    if (ids := ids_ensemble(ensemble)) is not None:
+    ids = ids_ensemble(ensemble, configs)
+    if ids is not None:
         configs[IDS_ENSEMBLE] = ids
     if not context or not _reads_context(configs):
         return
@@ -297,8 +305,11 @@ def add_derived(configs: dict[str, Any], *, context: bool) -> None:
             step.input_map.update({name: tensor for _, tensor, name in _CONTEXT_TENSORS})
 
 
-def ids_ensemble(ensemble: Any) -> Any | None:
-    """Return an ensemble that makes only ``OUTPUTS`` and ``LOG_PROBS``; None if no step makes ids."""
+def ids_ensemble(ensemble: Any, configs: Mapping[str, Any]) -> Any | None:
+    """Return an ensemble that makes ``OUTPUTS``, ``LOG_PROBS`` and ``FRAMES``; None if no step makes ids.
+
+    ``FRAMES`` is among them where the model that makes the ids has it.
+    """
     result = deepcopy(ensemble)
     steps = result.ensemble_scheduling.step
     maker = next((n for n, step in enumerate(steps) if step.output_map.keys() >= _NEEDED), None)
@@ -310,6 +321,9 @@ def ids_ensemble(ensemble: Any) -> Any | None:
             steps[maker].input_map.pop(unread, None)
     needed = {tensor for step in steps for tensor in step.input_map.values()}
     ids = {n: n for n in (*OUTPUTS, LOG_PROBS) if n in steps[maker].output_map}
+    engine = configs.get(steps[maker].model_name)
+    if engine is not None and any(output.name == FRAMES for output in engine.output):
+        ids[FRAMES] = FRAMES
     for step in steps:
         made = {key: tensor for key, tensor in step.output_map.items() if tensor in needed}
         step.output_map.clear()
@@ -320,7 +334,7 @@ def ids_ensemble(ensemble: Any) -> Any | None:
     result.ClearField("output")
     for name in ids:
         data_type = "TYPE_FP32" if name == LOG_PROBS else "TYPE_INT32"
-        result.output.add(name=name, data_type=data_type, dims=DIMS.get(name, [-1, -1]))
+        result.output.add(name=name, data_type=data_type, dims=DIMS[name])
     return result
 
 

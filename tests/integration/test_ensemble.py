@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
+from cog_triton.protocol.frames import FrameAddress, decode_frames
 from cog_triton.protocol.parameters import ids_text
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, engine_counters
@@ -280,16 +281,18 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: Triton) -> None:
 def test_a_client_of_ids_gets_nothing_else(triton: Triton, tokenizer: Tokenizer) -> None:
     count = 'nv_inference_count{model="postprocessing",version="1"}'
     before = metrics(triton.endpoints.metrics)[count]
-    body = {"text_input": QUESTION, "max_tokens": 500, "counted_ids": True}
+    address = FrameAddress(reader="0" * 32, sequence=7)
+    body = {"text_input": QUESTION, "max_tokens": 500, "frames_for": address.parameter()}
     events = list(generate_stream(triton, "ensemble_ids", **body))
-    ids = [event["output_ids"] for event in events]
-    flat = [i for part in ids for i in part[2:]]
-    assert tokenizer.decode(flat, skip_special_tokens=True) == ANSWER
-    assert ids[-1][0] == ~len(flat)
-    assert {part[1] for part in ids} == {len(tokenizer(QUESTION).input_ids)}
+    frames = [frame for event in events for frame in decode_frames(event["frames"])]
+    ids = [token for frame in frames for token in frame.ids]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER
+    assert [frame.final for frame in frames] == [False] * (len(frames) - 1) + [True]
+    assert [frame.start for frame in frames] == [0, *(frame.end for frame in frames[:-1])]
+    assert {frame.sequence for frame in frames} == {7}
+    assert {frame.input_tokens for frame in frames} == {len(tokenizer(QUESTION).input_ids)}
     sent = {name for event in events for name in event}
-    assert "sequence_length" not in sent
-    assert {name for name in sent if not name.startswith(("model_", "sequence_"))} == {"output_ids"}
+    assert {name for name in sent if not name.startswith(("model_", "sequence_"))} == {"frames"}
     assert metrics(triton.endpoints.metrics)[count] == before  # there was no text to make
 
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from cog_triton.client import messages
 from cog_triton.client.grpc_transport import INFER, GrpcClient
 from cog_triton.client.http_transport import HttpClient
-from cog_triton.client.stream import decode_response
+from cog_triton.client.stream import TensorOutputs, read_tensors
 from cog_triton.engines.base import create_engine
 from cog_triton.engines.serving import Serving
 from cog_triton.errors import ConfigurationError
@@ -233,7 +233,11 @@ class TritonGrpc(Target):
                 for message in map(messages.parse, await stream.take()):
                     final = messages.is_final(message)
                     outputs = messages.flat_outputs(message)  # none in a response that only ends
-                    ids = decode_response(outputs, 0, None).ids if outputs else []
+                    ids = (
+                        read_tensors(TensorOutputs(outputs, final=False), None).ids
+                        if outputs
+                        else []
+                    )
                     count += len(ids)
                     yield Part(tokens=count, ids=ids)
 

@@ -12,7 +12,7 @@ from cog_triton.client import http_transport
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.messages import flat_outputs, infer_request
-from cog_triton.client.stream import decode_response
+from cog_triton.client.stream import TensorOutputs, read_tensors
 from cog_triton.protocol.names import ENGINE
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
@@ -67,11 +67,12 @@ async def engine_ids(triton: Client, inputs: Inputs) -> AsyncIterator[list[int]]
     request_id = secrets.token_hex(8)
     if isinstance(triton, HttpClient):
         async for event in triton.events(ENGINE, request_id, inputs):
-            yield decode_response(http_transport.flat_outputs(event), 0, None).ids
+            outputs = http_transport.flat_outputs(event)
+            yield read_tensors(TensorOutputs(outputs, final=False), None).ids
         return
     request = infer_request(ENGINE, request_id, inputs, ("output_ids", "sequence_length"))
     async for responses in triton.responses(request):
         for response in responses:
             outputs = flat_outputs(response)
             if outputs:
-                yield decode_response(outputs, 0, None).ids
+                yield read_tensors(TensorOutputs(outputs, final=False), None).ids

@@ -1,6 +1,7 @@
 """Responses of Triton, well-formed and not, and the streams of a client without a Triton."""
 
 import asyncio
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -10,8 +11,15 @@ from cog_triton import errors
 from cog_triton.client import stream
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
-from cog_triton.client.stream import Arrivals, Outputs, Response, TritonClient
-from cog_triton.client.stream import decode_response as decode
+from cog_triton.client.stream import (
+    Arrivals,
+    Response,
+    TensorOutputs,
+    TritonClient,
+    read_frame,
+    read_tensors,
+)
+from cog_triton.protocol.frames import Frame, encode_frames
 from cog_triton.protocol.log_probs import TokenLogProb, packed_log_probs
 from cog_triton.protocol.names import ENGINE, LOG_PROBS
 from tests.support import load_cases
@@ -30,34 +38,62 @@ def test_errors_by_their_texts(name: str, text: str) -> None:
 # Responses
 
 
+def tensors(**values: list[Any]) -> TensorOutputs:
+    return TensorOutputs(values, final=False)
+
+
 def test_a_response_of_tensorrt_llm() -> None:
-    outputs = {"output_ids": [5, 6, -1], "sequence_length": [2], "num_input_tokens": [9]}
-    response = decode(outputs, 3, None)
+    outputs = tensors(output_ids=[5, 6, -1], sequence_length=[2], num_input_tokens=[9])
+    response = read_tensors(outputs, None)
     assert response == Response([5, 6], 9, final=False)
     assert not response.keeps_end_token
 
 
-@pytest.mark.parametrize(("ids", "place", "final", "whole"), load_cases(__file__, "counts.yaml"))
-def test_ids_behind_their_counts(ids: list[int], place: int, final: bool, whole: bool) -> None:
-    outputs = {"output_ids": ids}
-    if whole:
-        assert decode(outputs, place, None, final=final) == Response(ids[2:], 9, final)
-    else:
-        with pytest.raises(errors.TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
-            decode(outputs, place, None, final=final)
+def test_ids_that_look_like_a_frame_are_ids() -> None:
+    values = encode_frames([Frame(1, 0, [5, 6], 9, final=True)]).tolist()
+    for ids in ([2, 2, 7, 8], values):
+        outputs = tensors(output_ids=ids, sequence_length=[len(ids)])
+        assert read_tensors(outputs, None).ids == ids
 
 
 @pytest.mark.parametrize(
-    "ids", [{"output_ids": [2, 9, 5, 6]}, {"output_ids": [5, 6], "sequence_length": [2]}]
+    ("start", "place", "whole"), [(0, 0, True), (2, 2, True), (1, 0, False), (0, 2, False)]
 )
-def test_log_probabilities(ids: dict[str, list[int]]) -> None:
-    likely = [TokenLogProb(5, -0.5, ((5, -0.5), (9, -1.5))), TokenLogProb(6, -2.0)]
-    values = packed_log_probs(likely, 2).tolist()
-    assert decode({**ids, LOG_PROBS: values}, 0, 2).log_probs == likely
-    assert decode({**ids, LOG_PROBS: values}, 0, None).log_probs == []
+@pytest.mark.parametrize("final", [False, True])
+def test_frames_behind_a_gap_or_twice_are_refused(
+    start: int, place: int, whole: bool, final: bool
+) -> None:
+    frame = Frame(1, start, [5, 6], 9, final)
+    if whole:
+        assert read_frame(frame, place, wants_log_probs=False) == Response([5, 6], 9, final)
+    else:
+        with pytest.raises(errors.TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
+            read_frame(frame, place, wants_log_probs=False)
+
+
+LIKELY = [TokenLogProb(5, -0.5, ((5, -0.5), (9, -1.5))), TokenLogProb(6, -2.0)]
+LACKING = "lacks the log probabilities"
+
+
+def test_log_probabilities_in_a_frame() -> None:
+    frame = Frame(1, 0, [5, 6], 9, final=False, log_probs=LIKELY, prompt_log_probs=LIKELY[:1])
+    response = read_frame(frame, 0, wants_log_probs=True)
+    assert response.log_probs == LIKELY
+    assert response.prompt_log_probs == LIKELY[:1]
+    frame.log_probs = LIKELY[:1]
+    assert read_frame(frame, 0, wants_log_probs=False).ids == [5, 6]
+    with pytest.raises(errors.TritonMalformedEvent, match=LACKING):
+        read_frame(frame, 0, wants_log_probs=True)
+
+
+def test_log_probabilities_in_tensors() -> None:
+    values = packed_log_probs(LIKELY, 2).tolist()
+    outputs = {"output_ids": [5, 6], "sequence_length": [2]}
+    assert read_tensors(tensors(**outputs, **{LOG_PROBS: values}), 2).log_probs == LIKELY
+    assert read_tensors(tensors(**outputs, **{LOG_PROBS: values}), None).log_probs == []
     for count in (0, 1):
-        with pytest.raises(errors.TritonMalformedEvent, match="lacks the log probabilities"):
-            decode({**ids, LOG_PROBS: values[:count]}, 0, 2)
+        with pytest.raises(errors.TritonMalformedEvent, match=LACKING):
+            read_tensors(tensors(**outputs, **{LOG_PROBS: values[:count]}), 2)
 
 
 # Streams
@@ -92,11 +128,13 @@ class Scripted(TritonClient):
                 arrivals.add(item)
         return arrivals
 
-    def _parse(self, message: Response | errors.CogTritonError) -> tuple[Outputs, bool]:
+    def _parse(self, message: Response | errors.CogTritonError) -> TensorOutputs:
         if isinstance(message, errors.CogTritonError):
             raise message
-        outputs = {"output_ids": message.ids, "sequence_length": [len(message.ids)]}
-        return {**outputs, "num_input_tokens": [message.input_tokens]}, message.final
+        outputs: dict[str, list[Any]] = {"output_ids": message.ids}
+        outputs["sequence_length"] = [len(message.ids)]
+        outputs["num_input_tokens"] = [message.input_tokens]
+        return TensorOutputs(outputs, message.final)
 
     async def _disconnect(self) -> None:
         pass
@@ -261,9 +299,17 @@ async def test_a_client_that_is_closed_begins_no_stream(transport: Any) -> None:
         await consume(client)
 
 
+def with_frames(event: Any) -> str:
+    """An event's text; of a list, frames with those starts, ids and ends."""
+    if not isinstance(event, list):
+        return str(event)
+    frames = [Frame(1, start, ids, 9, final) for start, ids, final in event]
+    return json.dumps({"frames": encode_frames(frames).tolist()})
+
+
 @pytest.mark.parametrize("reply", load_cases(__file__, "replies.yaml"))
 async def test_http_replies_that_end_in_an_error(reply: dict[str, Any]) -> None:
-    events = "".join(f"data: {event}\n\n" for event in reply.get("events", ()))
+    events = "".join(f"data: {event}\n\n" for event in map(with_frames, reply.get("events", ())))
     kind = "text/event-stream" if "events" in reply else "application/json"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

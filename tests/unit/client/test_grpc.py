@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
 
@@ -19,8 +19,8 @@ from tritonclient.grpc import service_pb2 as messages
 from cog_triton.client import grpc_transport
 from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
-from cog_triton.protocol.names import CHANNEL, OUTPUTS
-from cog_triton.protocol.parameters import reader_and_number
+from cog_triton.protocol.frames import Frame, FrameAddress, encode_frames
+from cog_triton.protocol.names import FRAMES, FRAMES_FOR, OUTPUTS
 
 pytestmark = pytest.mark.anyio
 SERVICE = "inference.GRPCInferenceService"
@@ -224,14 +224,36 @@ async def test_the_last_stream_of_a_connection_is_its_last(exchange: Exchange) -
         assert (exchange.connection.usable, exchange.transport.aborted) == (usable, False)
 
 
+def frames(values: Sequence[int]) -> Iterator[Frame]:
+    """Frames by five values each: sequence, size of the rest, ids so far (~ at the end), prompt, ids."""
+    at = 0
+    while at < len(values):
+        sequence, size, so_far, input_tokens = values[at : at + 4]
+        ids = list(values[at + 4 : at + 2 + size])
+        count = ~so_far if so_far < 0 else so_far
+        yield Frame(sequence, count - len(ids), ids, input_tokens, so_far < 0)
+        at += 2 + size
+
+
+def parts(received: Sequence[Frame]) -> list[list[int]]:
+    return [
+        [~frame.end if frame.final else frame.end, frame.input_tokens, *frame.ids]
+        for frame in received
+    ]
+
+
 class Shared(Exchange):
     """Requests whose answers may have parts of each other's, and Triton's side of their streams."""
 
     def ask(self, *names: str, trace: str | None = None) -> list[Stream]:
         requests = [messages.ModelInferRequest(id=name) for name in names]
         streams = [self.connection.send("/", each, trace, shared=True) for each in requests]
-        channels = [reader_and_number(each.parameters[CHANNEL].string_param) for each in requests]
-        assert channels == [(self.connection._reader, stream.number) for stream in streams]
+        addresses = [
+            FrameAddress.parse(each.parameters[FRAMES_FOR].string_param) for each in requests
+        ]
+        assert addresses == [
+            FrameAddress(self.connection._reader, stream.number) for stream in streams
+        ]
         return streams
 
     async def asked(self) -> dict[int, int]:
@@ -248,11 +270,18 @@ class Shared(Exchange):
                 counts[event.stream_id] = -1
         return counts
 
-    def answer(self, number: int, *values: int, names: Any = OUTPUTS[:1], of: str = "") -> Any:
-        """Write a response; one without values is a last one."""
+    def answer(self, number: int, *values: int, of: str = "") -> Any:
+        """Write a response with frames; one without values is a last one."""
+        content = encode_frames(frames(values)) if values else np.array([], np.int32)
+        return self.tensors(number, content, names=[FRAMES], final=not values, of=of)
+
+    def tensors(
+        self, number: int, values: Any, *, names: Any, final: bool = False, of: str = ""
+    ) -> Any:
+        """Write a response with outputs that have the same values."""
         response = messages.ModelInferResponse(outputs=[{"name": name} for name in names], id=of)
-        response.parameters["triton_final_response"].bool_param = not values
-        response.raw_output_contents.extend([np.array(values, np.int32).tobytes()] * len(names))
+        response.parameters["triton_final_response"].bool_param = final
+        response.raw_output_contents.extend([values.tobytes()] * len(names))
         whole = messages.ModelStreamInferResponse(infer_response=response)
         self.write(number, whole.SerializeToString())
         return whole
@@ -276,31 +305,31 @@ async def shared() -> Shared:
 async def test_parts_of_answers_come_on_any_stream_and_in_any_order(shared: Shared) -> None:
     one, two, gone, whole = [(await shared.together(n, "1"))[0] for n in (3, 5, 7, 9)]
     shared.answer(5, 2, 3, 1, 9, 60)
-    assert await two.take() == [[1, 9, 60]]
+    assert parts(await two.take()) == [[1, 9, 60]]
     shared.answer(5, 2, 3, ~3, 9, 62)
     shared.peer.send_headers(5, [("grpc-status", "0")], end_stream=True)
     shared.receive()  # the end of that stream, before a part on another
     rest = asyncio.ensure_future(two.take())
     await asyncio.sleep(0)
     shared.answer(3, 1, 3, 1, 9, 40, 2, 3, 2, 9, 61, 99, 3, 1, 9, 0)  # 99 is nobody's
-    assert await one.take() == [[1, 9, 40]]
-    assert await rest == [[2, 9, 61], [~3, 9, 62]]
+    assert parts(await one.take()) == [[1, 9, 40]]
+    assert parts(await rest) == [[2, 9, 61], [~3, 9, 62]]
     whole.complete = True
     whole.close()
     assert await shared.asked() == {}  # Triton ends it
     gone.close()  # without its end
     assert await shared.asked() == {7: -1}
     shared.answer(3, 1, 3, 2, 9, 41)
-    assert await one.take() == [[2, 9, 41]]  # none of its tokens was lost with the other
+    assert parts(await one.take()) == [[2, 9, 41]]  # none of its tokens was lost with the other
 
 
-@pytest.mark.parametrize("values", [[3], [1, 1, 2], [1, 3, 2, 9], [1, 2, 3, 9]])
-async def test_what_has_no_parts_is_its_own_streams(values: list[int], shared: Shared) -> None:
-    """TensorRT-LLM's C++ backend knows no channels, and sends more than ids."""
+async def test_what_has_no_frames_is_its_own_streams(shared: Shared) -> None:
+    """TensorRT-LLM's C++ backend knows no frames."""
     one, two = await shared.together(3, "1", "2")
-    names = OUTPUTS if values == [1, 2, 3, 9] else OUTPUTS[:1]
-    assert [shared.answer(3, *values, names=names, of="2")] == await two.take()
-    assert [shared.answer(3, of="1")] == await one.take()
+    values = np.array([1, 2, 3, 9], np.int32)
+    assert [shared.tensors(3, values, names=OUTPUTS, of="2")] == await two.take()
+    ending = shared.tensors(3, values, names=(), final=True, of="1")
+    assert [ending] == await one.take()
     assert (await one.ends_within(0), await two.ends_within(0)) == (True, False)
     one.close()  # though it had no part: such an engine sends nobody's but its own
     two.close()
@@ -325,7 +354,7 @@ async def test_an_error_ends_the_request_that_it_names(shared: Shared) -> None:
     assert (await two.take(), await two.ends_within(0)) == ([error], True)
     assert not await one.ends_within(0)
     shared.answer(3, one.number, 3, 1, 9, 40)
-    assert await one.take() == [[1, 9, 40]]
+    assert parts(await one.take()) == [[1, 9, 40]]
     shared.write(3, b"unreadable")
     with pytest.raises(TritonUnavailable, match="message that cannot be read"):
         await one.take()
@@ -343,7 +372,7 @@ async def test_a_stream_of_several_is_reset_when_nobody_reads_it(shared: Shared)
         stream.close()
         assert await shared.asked() == expected
     shared.answer(5, other.number, 2, ~0, 9)
-    assert await other.take() == [[~0, 9]]
+    assert parts(await other.take()) == [[~0, 9]]
     other.close()  # it has ended, though nobody has seen that
     assert await shared.asked() == {}
 
@@ -360,7 +389,7 @@ async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
             await stream.take()
         assert caught.value.blameless  # nobody knows which one of them caused it
     shared.answer(5, other.number, 3, 1, 9, 40)
-    assert await other.take() == [[1, 9, 40]]
+    assert parts(await other.take()) == [[1, 9, 40]]
     (late,) = shared.ask("4")
     shared.connection.connection_lost(None)
     assert await shared.asked() == {}  # it had not been sent, and is not
@@ -398,16 +427,16 @@ async def test_only_a_request_whose_tokens_were_lost_with_another_is_to_be_tried
     monkeypatch.setattr(grpc_transport, "GAP_SECONDS", 0.05)
     gone, hit, spared = [(await shared.together(n, "1"))[0] for n in (3, 5, 7)]
     shared.answer(3, hit.number, 3, 1, 9, 40, spared.number, 3, 1, 9, 50)
-    assert await hit.take() == [[1, 9, 40]]
+    assert parts(await hit.take()) == [[1, 9, 40]]
     gone.close()  # with the second token of one of the others on its way
     shared.answer(5, hit.number, len(next_values), *next_values)
     shared.answer(7, spared.number, 3, 2, 9, 51)
     with pytest.raises(TritonMalformedEvent, match="lost data after 1 tokens") as caught:
         await asyncio.wait_for(hit.take(), 20)
     assert caught.value.blameless
-    assert await spared.take() == [[1, 9, 50], [2, 9, 51]]
+    assert parts(await spared.take()) == [[1, 9, 50], [2, 9, 51]]
     shared.answer(7, spared.number, 3, ~3, 9, 52)
-    assert await spared.take() == [[~3, 9, 52]]
+    assert parts(await spared.take()) == [[~3, 9, 52]]
 
 
 async def test_a_gap_that_closes_in_time_is_none(
@@ -422,9 +451,9 @@ async def test_a_gap_that_closes_in_time_is_none(
     shared.answer(5, two.number, 3, 2, 9, 61)
     with pytest.raises(TritonMalformedEvent):
         await asyncio.wait_for(two.take(), 20)
-    assert await one.take() == [[1, 9, 40], [2, 9, 41], [3, 9, 42]]
+    assert parts(await one.take()) == [[1, 9, 40], [2, 9, 41], [3, 9, 42]]
     shared.answer(3, one.number, 3, ~4, 9, 43)
-    assert await one.take() == [[~4, 9, 43]]
+    assert parts(await one.take()) == [[~4, 9, 43]]
 
 
 async def test_an_unreadable_answer_ends_its_own_call_alone(shared: Shared) -> None:
@@ -435,7 +464,7 @@ async def test_an_unreadable_answer_ends_its_own_call_alone(shared: Shared) -> N
     assert not caught.value.blameless
     assert await shared.asked() == {3: -1}
     shared.answer(5, two.number, 3, 1, 9, 40)
-    assert await two.take() == [[1, 9, 40]]
+    assert parts(await two.take()) == [[1, 9, 40]]
     assert shared.connection.usable
 
 
@@ -463,9 +492,9 @@ async def test_after_a_goaway_what_the_server_has_taken_goes_on(
     assert caught.value.blameless
     for number, stream in ((3, one), (5, two)):
         shared.answer(number, stream.number, 3, 1, 9, 40)
-        assert await stream.take() == [[1, 9, 40]]
+        assert parts(await stream.take()) == [[1, 9, 40]]
         shared.answer(number, stream.number, 3, ~2, 9, 41)
-        assert await stream.take() == [[~2, 9, 41]]
+        assert parts(await stream.take()) == [[~2, 9, 41]]
     for number in (1, 3, 5):
         assert not shared.transport.is_closing()
         trailers = [("grpc-status", "0")] if number > 1 else [(":status", "200")]

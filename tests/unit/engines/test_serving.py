@@ -7,6 +7,7 @@ import pytest
 
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step, TokenLogProb
 from cog_triton.engines.serving import Output, Serving
+from cog_triton.protocol.frames import FrameAddress
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.stop_words import StopWordSearch
 from tests.support import load_cases
@@ -80,13 +81,19 @@ class Bench:
     def start(
         self, name: str = "r", *, streaming: bool = True, with_prompt: bool = False, **values: Any
     ) -> Client:
-        """Start a sequence, on a channel if it has a ``number``."""
+        """Start a sequence, for frames if it has a ``number``."""
         client, number = Client(), values.pop("number", None)
         search = values.pop("search", None)
         request = GenerationRequest("", **{"input_ids": [1, 2, 3], "max_tokens": 50, **values})
-        how: Any = {"channel": f"{'0' * 32}/{number}" if number else "", "streaming": streaming}
-        how["search"] = search
-        client.stop = self.serving.start(name, request, client, prompt_in_output=with_prompt, **how)
+        client.stop = self.serving.start(
+            name,
+            request,
+            client,
+            streaming=streaming,
+            prompt_in_output=with_prompt,
+            address=FrameAddress("0" * 32, number) if number else None,
+            search=search,
+        )
         return client
 
     def blocked(self, name: str = "r") -> Client:
@@ -180,11 +187,11 @@ def test_sequences_of_a_reader_leave_together_with_the_end_of_one(bench: Bench) 
         bench.make(to * 10 + 1, to=to, finished=True)
     before.may_return.set()
     bench.drain()
-    sent = [(o.channel, o.input_tokens, o.ids, o.finished) for o in first.rest()]
+    sent = [(o.sequence, o.input_tokens, o.ids, o.finished) for o in first.rest()]
     ends = [(8, 3, [30, 31], True), (9, 3, [40, 41], True)]
     assert sent == [*ends, (5, 3, [10], False), (7, 3, [20], False)]
     o = last.next()
-    assert (o.channel, o.ids, o.generated, o.input_tokens, o.finished) == (9, [], 2, 3, True)
+    assert (o.sequence, o.ids, o.generated, o.input_tokens, o.finished) == (9, [], 2, 3, True)
     assert bench.serving.counters["finished"] == 3  # with the marker
     one.failures = 1
     bench.make(11, to=1)
@@ -424,7 +431,7 @@ def test_a_turn_that_fails_ends_its_sequences_and_no_others(
     broken = [True]
 
     def send_or_fail(outputs: Any) -> None:
-        if broken and outputs[0][1].channel:
+        if broken and outputs[0][1].sequence:
             broken.clear()
             raise MemoryError("no room")
         send(outputs)

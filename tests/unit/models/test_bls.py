@@ -164,7 +164,7 @@ def test_an_error_of_one_sequence_ends_the_others(
     triton: Triton, new_model: NewModel, prompts: int, stopped: list[str]
 ) -> None:
     triton.replies = [reply(5), Error("no"), reply(6)]
-    error = error_of(new_model(), request(prompts), min_p="0.1", counted_ids=True)
+    error = error_of(new_model(), request(prompts), min_p="0.1", frames_for="1")
     assert (error.message(), triton.stopped) == ("no", stopped)
     # Parameters are handed down, but for those about ids.
     assert triton.parameters[:2] == [{"min_p": "0.1"}] * 2

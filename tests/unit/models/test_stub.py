@@ -76,7 +76,7 @@ def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
     sender = Sender()
     sent, gone = sender.sent, weakref.ref(sender)
     client = stub.Client(SimpleNamespace(get_response_sender=lambda only=[sender]: only.pop()))
-    responses = Responses(client, LENGTHS, frozenset({"output_ids"}), 2, {"counted": True})
+    responses = Responses(client, LENGTHS, frozenset({"output_ids"}), 2)
     responses.stops = [lambda: responses.send, lambda: responses.send]
     del sender
     gc.disable()
@@ -93,7 +93,7 @@ def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
 def test_the_last_response_does_not_overtake_another_sequences() -> None:
     held: list[bool] = []
     client: Any = SimpleNamespace(send=lambda _, **__: held.append(responses.lock.locked()))
-    responses: Responses = Responses(client, LENGTHS, frozenset(), 2, {"counted": True})
+    responses: Responses = Responses(client, LENGTHS, frozenset(), 2)
     for index in range(2):
         responses.send(index, Output([5], finished=True))
     assert held == [True, True]
@@ -108,7 +108,7 @@ def test_a_response_that_was_not_delivered_ends_no_sequence_and_its_error_does()
             raise RuntimeError("no room")
 
     client: Any = SimpleNamespace(send=send)
-    responses = Responses(client, LENGTHS, frozenset(), 2, {"counted": True})
+    responses = Responses(client, LENGTHS, frozenset(), 2)
     with pytest.raises(RuntimeError):
         responses.send(0, Output([5], finished=True))
     responses.send(0, Output([], finished=True, error=errors.EngineError("not delivered")))

@@ -11,7 +11,13 @@ from cog_triton.models import engine, names
 from cog_triton.models import tensors as module
 from cog_triton.models.names import UNSUPPORTED as UNSUPPORTED_INPUTS
 from cog_triton.models.stub import Array
-from cog_triton.models.tensors import generation_requests, response_tensors, words_from_list
+from cog_triton.models.tensors import (
+    frames_tensor,
+    generation_requests,
+    response_tensors,
+    words_from_list,
+)
+from cog_triton.protocol.frames import Frame, decode_frames
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.protocol.names import CONTINUED
 from cog_triton.protocol.parameters import ids_text
@@ -231,24 +237,21 @@ def test_what_a_response_says() -> None:
 
 
 def test_the_end_token_is_left_out_for_clients_that_decode() -> None:
-    ended = output(finished=True, has_end_token=True)
+    ended = output(sequence=1, finished=True, has_end_token=True)
     found = lists(response_tensors(0, ended, inputs=inputs(**COUNTS, return_log_probs=True)))
     assert found["output_ids"] == [[[11]]]
     assert found["sequence_length"] == [[1]]
     assert found["num_output_tokens"] == [[4]]
     assert len(found["output_log_probs"][0][0]) == 1
-    counted = lists(response_tensors(0, ended, inputs=inputs(), counted=True))
-    assert counted["output_ids"] == [[[~5, 3, 11, 12]]]  # this package's client hides it
+    (frame,) = decode_frames(frames_tensor([ended])["frames"][0].tolist())
+    assert frame.ids == [11, 12]  # this package's client hides it
 
 
-def test_counted_ids_are_one_tensor() -> None:
-    for made, counts in (
-        (output(generated=2), [2, 3]),
-        (output(generated=5), [5, 3]),
-        (output(generated=7, finished=True), [~7, 3]),
-    ):
-        found = lists(response_tensors(0, made, inputs=inputs(**COUNTS), counted=True))
-        assert found == {"output_ids": [[[*counts, 11, 12]]]}
-    one, other = output(channel=5), output(channel=7, input_tokens=9, ids=[4])
-    found = lists(response_tensors(0, one, other, inputs=inputs(), counted=True))
-    assert found == {"output_ids": [[[5, 4, 5, 3, 11, 12, 7, 3, 5, 9, 4]]]}
+def test_frames_are_one_tensor() -> None:
+    made = output(sequence=5, generated=5)
+    last = output(sequence=7, generated=7, input_tokens=9, finished=True, log_probs=[])
+    tensors = frames_tensor([made, last])
+    assert [(name, value.shape[0]) for name, value in tensors.items()] == [("frames", 1)]
+    first, second = decode_frames(tensors["frames"][0].tolist())
+    assert first == Frame(5, 3, [11, 12], 3, False, made.log_probs, [])
+    assert second == Frame(7, 5, [11, 12], 9, final=True)

@@ -2,12 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from cog_triton.protocol.log_probs import (
-    TokenLogProb,
-    packed_log_probs,
-    unpacked_log_probs,
-    unpacked_prompt_log_probs,
-)
+from cog_triton.protocol.log_probs import TokenLogProb, packed_log_probs, unpacked_log_probs
 
 LIKELY = [
     TokenLogProb(5, -0.5, ((5, -0.5), (2**24, -1.25))),
@@ -21,15 +16,14 @@ IDS = [token.id for token in LIKELY]
 @pytest.mark.parametrize("generated", [0, 3])
 def test_log_probabilities_come_back_behind_the_prompts(top: int, generated: int) -> None:
     likely = [replace(token, top=token.top[:top]) for token in LIKELY]
-    prompt, others = [TokenLogProb(4, 0.0), *likely], likely[:generated]
+    prompt = [TokenLogProb(4, 0.0), *likely]
     values = packed_log_probs(LIKELY[:generated], top, prompt)
-    assert unpacked_log_probs(IDS[:generated], values, top) == others
-    assert unpacked_prompt_log_probs(values, generated, top) == prompt
-    without = packed_log_probs(LIKELY[:generated], top)
-    assert unpacked_log_probs(IDS[:generated], without, top) == others
-    assert unpacked_prompt_log_probs(without, generated, top) == []
-    with pytest.raises(ValueError, match="reshape"):
-        unpacked_prompt_log_probs(values[1:], generated, top)
+    assert unpacked_log_probs(IDS[:generated], values, top) == likely[:generated]
+    before = values[: len(values) - generated * (1 + 2 * top)].reshape(-1, 3 + 2 * top)
+    assert [int(row[1]) for row in before] == [4, *IDS]
+    own = unpacked_log_probs([4, *IDS], before.ravel(), 1 + top)
+    assert [token.log_prob for token in own] == [token.log_prob for token in prompt]
+    assert [token.top[1:] for token in own] == [token.top for token in prompt]
 
 
 def test_without_alternatives_log_probabilities_are_in_tensorrt_llms_form() -> None:

@@ -2,12 +2,7 @@ import pytest
 
 from cog_triton.errors import InvalidParameter
 from cog_triton.protocol.names import CONTINUED
-from cog_triton.protocol.parameters import (
-    adapter_task_id,
-    ids_parameter,
-    ids_text,
-    reader_and_number,
-)
+from cog_triton.protocol.parameters import adapter_task_id, ids_parameter, ids_text
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [2**31 - 1, 128_000]])
@@ -20,12 +15,6 @@ def test_ids_in_a_parameter_come_back(ids: list[int]) -> None:
 def test_what_is_no_list_of_ids_is_refused(value: object) -> None:
     with pytest.raises(InvalidParameter, match=f"{CONTINUED} must be"):
         ids_parameter({CONTINUED: value}, CONTINUED)
-
-
-@pytest.mark.parametrize("value", ["", 7, f"{'a' * 32}/0", f"{'a' * 32}/{2**31}", f"{'g' * 32}/1"])
-def test_what_is_no_channel_is_refused(value: object) -> None:
-    with pytest.raises(InvalidParameter, match="channel must be 32 hexadecimal digits"):
-        reader_and_number(value)
 
 
 def test_an_adapters_number_is_the_same_everywhere() -> None:

@@ -25,6 +25,7 @@ ADDED = load_cases(__file__, "additions.yaml")
 # NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
 READ_AS = {"early_stopping": "INT32"}
 DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
+FRAMES = {"frames"}
 STOP_WORDS = {"stop_words_text", "cut_characters", "STOP_WORDS_TEXT", "CUT_CHARACTERS"}
 EXAMPLES: dict[str, object] = {
     "integer": 1,
@@ -89,7 +90,9 @@ def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
         tensors.append({**added, "optional": True} if kind == "input" else added)
     if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
         tensors = [
-            tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT | STOP_WORDS
+            tensor
+            for tensor in tensors
+            if tensor["name"] not in DECODING_CONTEXT | STOP_WORDS | FRAMES
         ]
     return tensors
 

@@ -136,6 +136,9 @@ def test_decoding_context_comes_from_the_engine_or_a_model_before_the_backend(
     # Who reads ids reads the backend's own.
     ids = filled["ensemble_ids"].ensemble_scheduling.step[-1]
     assert ids.model_name == "tensorrt_llm"
+    # Frames are for who reads ids alone, from an engine that makes them.
+    assert ("frames" in names(filled["ensemble_ids"].output)) is ("frames" in names(llm.output))
+    assert "frames" not in step.output_map
     # What no embedded engine reads is not sent to it.
     for name in ("decoder_input_ids", "decoder_input_lengths", "pad_id"):
         assert name in step.input_map
@@ -230,10 +233,10 @@ def test_a_cog_triton_file_fills_ours(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_inputs_of_only_the_last_step_go_with_it() -> None:
-    ids: Any = ids_ensemble(parse(CASES["foreign"]))
+    ids: Any = ids_ensemble(parse(CASES["foreign"]), {})
     assert names(ids.input) == ["text"]
     (step,) = ids.ensemble_scheduling.step
     assert dict(step.output_map) == {name: name for name in ("output_ids", "sequence_length")}
     dims = [(tensor.name, list(tensor.dims)) for tensor in ids.output]
     assert dims == [("output_ids", [-1, -1]), ("sequence_length", [-1])]
-    assert ids_ensemble(parse('name: "ensemble"')) is None
+    assert ids_ensemble(parse('name: "ensemble"'), {}) is None
