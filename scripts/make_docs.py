@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import _access
 import _clients
-import yaml
 from _checkout import ROOT
 
 from cog_triton.repository.variables import TABLES, VARIABLES, Variable
@@ -38,12 +37,11 @@ def filled(page: str) -> str:
 
 
 def settings() -> str:
-    texts = yaml.safe_load((ROOT / "cog_triton" / "settings.yaml").read_text(encoding="utf-8"))
     rows = []
     for field in Settings.model_fields.values():
         default = str("" if field.default in (None, ()) else field.default).removeprefix(f"{ROOT}/")
         shown = f"`{default}`" if default else "unset"
-        rows.append([f"`{field.alias}`", kind_of(field.annotation), shown, texts[field.alias]])
+        rows.append([f"`{field.alias}`", kind_of(field.annotation), shown, field.description or ""])
     return table(HEADER, rows)
 
 
