@@ -19,6 +19,7 @@ from cog_triton.cli.options import (
     set_variables,
 )
 from cog_triton.errors import CogTritonError
+from cog_triton.processes import without_collections
 from cog_triton.terminal import end_at_once_on_signals
 from cog_triton.terminal.serving import DIM, Report
 
@@ -86,7 +87,8 @@ def free_ports(environ: Mapping[str, str]) -> Variables:
 
 async def answer(options: Options, progress: Report) -> None:
     """Set the predictor up, print its answer while it is made, stop everything, and print the figures."""
-    from predict import Predictor
+    with without_collections():
+        from predict import Predictor
 
     predictor = Predictor()
     metrics: dict[str, Any] = {}

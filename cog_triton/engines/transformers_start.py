@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from cog_triton.engines.base import Engine
+from cog_triton.processes import without_collections
 from cog_triton.text.transformers_import import list_models_once
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
 
 
 def _create(parameters: Mapping[str, str]) -> Engine:
-    list_models_once()
-    # This imports transformers' models.
-    module = importlib.import_module("cog_triton.engines.transformers")
+    with without_collections():
+        list_models_once()
+        # This imports transformers' models.
+        module = importlib.import_module("cog_triton.engines.transformers")
     engine: Engine = module.create_transformers_engine(parameters)
     return engine
 
@@ -86,7 +88,8 @@ def import_torch_without_shapes() -> None:
     stand_in = ModuleType(SHAPES)
     sys.modules[SHAPES] = stand_in
     try:
-        import torch
+        with without_collections():
+            import torch
     finally:
         del sys.modules[SHAPES]
     if getattr(torch, "_meta_registrations", None) is stand_in:

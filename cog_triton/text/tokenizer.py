@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.processes import locked
+from cog_triton.processes import locked, without_collections
 from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
 from cog_triton.text.transformers_import import list_models_once
 
@@ -34,11 +34,12 @@ def without_torch() -> None:
     torch = {"torch": modules["torch"]} if "torch" in modules else {}
     modules["torch"] = None
     try:
-        list_models_once()
-        from transformers import AutoTokenizer  # noqa: F401
-        from transformers.utils import is_torch_available
+        with without_collections():
+            list_models_once()
+            from transformers import AutoTokenizer  # noqa: F401
+            from transformers.utils import is_torch_available
 
-        is_torch_available()
+            is_torch_available()
     finally:
         del modules["torch"]
         modules.update(torch)

@@ -1,12 +1,14 @@
-"""A directory that goes with its process."""
+"""A directory that goes with its process, and imports without collections of garbage."""
 
+import contextlib
+import gc
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from cog_triton.processes import temporary_directory
+from cog_triton.processes import temporary_directory, without_collections
 from tests.support import run_until_killed
 
 KILLED = """import os
@@ -28,3 +30,16 @@ def test_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert not left.exists()
             assert Path(young).is_dir()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_collections_come_back_as_they_were(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), without_collections():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
