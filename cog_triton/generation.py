@@ -3,7 +3,7 @@
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.end_tokens import EndTokens
+from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 FinishReason = Literal["stop", "length"]
@@ -23,57 +24,22 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next piece of an answer."""
+    """The next piece of an answer; some fields are set only in the first or in the last one."""
 
     # It lags behind the ids: it may end within a character, or before what could become a stop sequence.
     text: str
     output_tokens: int  # received so far
-    input_tokens: int | None  # of the prompt, if the engine says
-    # Of the last chunk: stop for an end token or a stop sequence, length for max_tokens or a full context.
+    input_tokens: int | None  # number of the prompt's tokens, if the engine says
+    # In the last chunk: "stop" for an end token or a stop sequence, "length" for max_tokens or a full context.
     finish_reason: FinishReason | None = None
-    queued: float = 0.0  # of the last chunk, seconds in the queue
-    ids: tuple[int, ...] = ()  # since the chunk before
-    log_probs: tuple[TokenLogProb, ...] = ()  # one per id if they were asked for
-    stop_sequence: str | None = None  # of the last chunk, the one that ended the answer
-    # Of the last chunk, the one of stop_token_ids that ended the answer; counted, and among the ids.
+    queued: float = 0.0  # in the last chunk: seconds in the queue
+    ids: tuple[int, ...] = ()  # new since the chunk before
+    log_probs: tuple[TokenLogProb, ...] = ()  # one for each id, if the request wants them
+    stop_sequence: str | None = None  # in the last chunk: the one that ended the answer
+    # In the last chunk: the one of the request's stop_token_ids that ended the answer. It counts, and is
+    # among the ids.
     stop_token: int | None = None
-    prompt_log_probs: tuple[TokenLogProb, ...] = ()  # of the first chunk, if they were asked for
-
-
-class StopSequences:
-    """Passes a text through up to its first stop sequence, then ``matched``, compared by code points.
-
-    The first is the one that is *complete* first, the longest if several are at the same character: with
-    the stops "abcd" and "bc", "abcd" ends at "a".
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(filter(None, stops), key=len, reverse=True)
-        self._first_characters = {stop[0] for stop in self._stops}
-        self._held = ""
-        self.matched: str | None = None
-
-    def feed(self, text: str) -> str:
-        """Return the text that can be delivered now, without an end that may begin a stop."""
-        if self.matched is not None:
-            return ""
-        if not self._held and self._first_characters.isdisjoint(text):
-            return text
-        text, self._held = self._held + text, ""
-        if complete := {stop: text.index(stop) + len(stop) for stop in self._stops if stop in text}:
-            self.matched = min(complete, key=complete.__getitem__)
-            return text[: complete[self.matched] - len(self.matched)]
-        for start in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)):
-            end = text[start:]
-            if end[0] in self._first_characters and any(s.startswith(end) for s in self._stops):
-                self._held = end
-                return text[:start]
-        return text
-
-    def flush(self) -> str:
-        """Return what was held back, at the end of the text; nothing after a match."""
-        held, self._held = self._held, ""
-        return held
+    prompt_log_probs: tuple[TokenLogProb, ...] = ()  # in the first chunk, if the request wants them
 
 
 async def generate(
@@ -94,53 +60,63 @@ async def generate(
         request_id: a name in Triton that no other running request has; None for a random one.
         end_tokens: those of the model; the tokenizer's alone if None.
     """
+    # The request is built, and refused where no engine could honour it.
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     if end_tokens is None:
-        own = tokenizer.eos_token_id
-        end_tokens = EndTokens() if own is None else EndTokens((own,))
+        end_tokens = _end_tokens_of(tokenizer)
     output = _Output(request, tokenizer, end_tokens)
-    input_tokens = None
-    keeps_end_token = True
     inputs = triton_inputs(request)
     if end_tokens.named_in_requests and request.sent_end_id is None:
         inputs["end_id"] = np.array([[end_tokens.first]], np.int32)
     parameters = request_parameters(request)
-    stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
+    request_id = request_id or secrets.token_hex(8)
+    input_tokens = None
+    keeps_end_token = True
+    # It is admitted once it has a slot.
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
-    async with Steps("admission") as trace, place as slot, contextlib.aclosing(stream):
+    async with Steps("admission") as trace, place as slot:
+        # Then its answer is streamed.
         parameters |= trace.begin("triton")
-        async for response in stream:
-            begins = not output.ids
-            keeps_end_token = keeps_end_token and response.keeps_end_token
-            text, count = output.add(response.ids, keeps_end_token=response.keeps_end_token)
-            if count and begins:
-                trace.event("first token")
-            input_tokens = response.input_tokens or input_tokens
-            slot.used = len(output.ids) + (input_tokens or 0)
-            chunk = Chunk(
-                *(text, len(output.ids), input_tokens),
-                ids=tuple(response.ids[:count]),
-                log_probs=tuple(response.log_probs[:count]),
-                prompt_log_probs=tuple(response.prompt_log_probs),
-            )
-            if response.final or output.ended:
-                break
-            yield chunk
+        stream = client.stream(request_id, inputs, parameters=parameters)
+        async with contextlib.aclosing(stream):
+            async for response in stream:
+                begins = not output.ids
+                keeps_end_token = keeps_end_token and response.keeps_end_token
+                text, count = output.add(response.ids, keeps_end_token=response.keeps_end_token)
+                if count and begins:
+                    trace.event("first token")
+                input_tokens = response.input_tokens or input_tokens
+                slot.used = len(output.ids) + (input_tokens or 0)
+                chunk = Chunk(
+                    text=text,
+                    output_tokens=len(output.ids),
+                    input_tokens=input_tokens,
+                    ids=tuple(response.ids[:count]),
+                    log_probs=tuple(response.log_probs[:count]),
+                    prompt_log_probs=tuple(response.prompt_log_probs),
+                )
+                if response.final or output.ended:
+                    break
+                yield chunk
     # Here the request has been stopped in the engine, if it did not end there by itself.
-    text += output.rest()
+    rest = output.rest()
     room = min(request.max_tokens, (context_length or math.inf) - (input_tokens or 0))
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
     ended = output.ended or (not keeps_end_token and len(output.ids) < room)
-    reason: FinishReason = "stop" if ended else "length"
     stop_sequence = output.stops.matched
     yield replace(
         chunk,
-        text=text,
+        text=text + rest,
         queued=slot.waited,
-        finish_reason=reason,
+        finish_reason="stop" if ended else "length",
         stop_sequence=stop_sequence,
         stop_token=None if stop_sequence is not None else output.stop_token,
     )
+
+
+def _end_tokens_of(tokenizer: Tokenizer) -> EndTokens:
+    end_id = tokenizer.eos_token_id
+    return EndTokens() if end_id is None else EndTokens((end_id,))
 
 
 class _Output:

@@ -28,13 +28,14 @@ from cog_triton.deployment import announcement
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.deployment.preparation import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
-from cog_triton.generation import Chunk, FinishReason, StopSequences
+from cog_triton.generation import Chunk, FinishReason
 from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, ENGINE, IDS_ENSEMBLE
 from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings, misspelt_variables
 from cog_triton.text.end_tokens import EndTokens, end_ids
+from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.1

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.generation import StopSequences
 from cog_triton.request.limits import parse_stop_sequences
+from cog_triton.text.stop_sequences import StopSequences
 from tests.support import load_cases, split
 
 CASES = load_cases(__file__, "stop_sequences.yaml")
