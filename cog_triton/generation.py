@@ -30,7 +30,8 @@ class Chunk:
     text: str
     output_tokens: int  # received so far
     input_tokens: int | None  # number of the prompt's tokens, if the engine says
-    # In the last chunk: "stop" for an end token or a stop sequence, "length" for max_tokens or a full context.
+    # In the last chunk: "stop" for an end token or a stop sequence, "length" for max_tokens or a full
+    # context.
     finish_reason: FinishReason | None = None
     queued: float = 0.0  # in the last chunk: seconds in the queue
     ids: tuple[int, ...] = ()  # new since the chunk before

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LEAST_PRIORITY = 19
+YOUNG_SECONDS = 60
 
 
 def end_with_parent() -> None:
@@ -63,16 +64,14 @@ def without_collections() -> Iterator[None]:
 
 
 @contextmanager
-def locked(directory: Path, waiting: Callable[[], object]) -> Iterator[None]:
+def locked(directory: Path, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold the lock on a directory; ``waiting`` is called if another process has it.
 
     Not filelock: it needs a lock file, and the directory itself leaves none behind.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock_at_once(descriptor):
             waiting()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -81,15 +80,40 @@ def locked(directory: Path, waiting: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
+def try_lock(directory: Path) -> Iterator[bool]:
+    """Yield whether the lock on a directory was free; it is held until the end then."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield _lock_at_once(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_at_once(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
 def temporary_directory(prefix: str) -> Iterator[str]:
     """Make a directory that goes with this process; remove those of processes that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
-                with locked(left, left.read_bytes):  # which raises: it is a directory
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=prefix) as new, locked(Path(new), list):
+    for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # another process removes it at the same time
+            _remove_if_left(directory)
+    with tempfile.TemporaryDirectory(prefix=prefix) as new, locked(Path(new)):
         yield new
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Remove a temporary directory that no process has locked."""
+    if time.time() - directory.stat().st_mtime <= YOUNG_SECONDS:
+        return  # its process may not have locked it yet
+    with try_lock(directory) as is_free:
+        if is_free:
+            shutil.rmtree(directory)
 
 
 def prepare_for_vllm() -> None:
@@ -106,7 +130,8 @@ def python() -> str:
     if Path(sys.executable or "").name.startswith("python"):
         return sys.executable
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    if (path := shutil.which(name)) is None:
+    path = shutil.which(name)
+    if path is None:
         raise ValueError(f"processes of the engine need an interpreter, and PATH has no {name}")
     return path
 

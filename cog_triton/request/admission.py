@@ -1,7 +1,7 @@
-"""The queue in front of the engine: so many requests run, so many wait for a slot.
+"""The queue in front of the engine: a limited number of requests run, and others wait for a slot.
 
-Tenants (API keys, say) get tokens by their weight: start-time fair queueing. A tenant's own requests go by
-priority, then in the order of their arrival. Batches get what all others leave free.
+Tenants (API keys, say) get tokens by their weight: start-time fair queueing. The requests of one tenant go
+by priority, then in the order of their arrival. Batches get what all others leave free.
 """
 
 import asyncio
@@ -23,15 +23,16 @@ Outcome = Literal["admitted", "full", "late", "closed"]
 
 STOPPING = "the server is being stopped; send the request again"  # for ``close``
 LONGEST_RETRY_SECONDS = 60.0
-# While several tenants have requests, one slot in so many is kept for tenants that have few.
+# While several tenants have requests, one slot in RESERVED is kept for tenants that have few.
 RESERVED = 20
-# Batches leave one slot in so many free, and those that other requests had more of lately.
+# Batches leave one slot in LEFT_FREE free, and those that other requests had lately. What they had is
+# forgotten by half in HALF_LIFE_SECONDS.
 LEFT_FREE = 50
-HALF_LIFE_SECONDS = 10.0  # of how many they had
+HALF_LIFE_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # between looks for slots that time or another process made free
 Clock = Callable[[], float]
-_RATE_SAMPLES = 64
-_REMEMBERED = 256  # idle tenants
+_RATE_SAMPLES = 64  # ends of requests, of which the rate is made
+_REMEMBERED_TENANTS = 256  # idle ones that had more than their share
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,18 @@ class Lender:
     """The slots of several processes, each of which lends the others those that it does not need."""
 
     def __init__(self, file: str, number: int, processes: int, slots: int) -> None:
-        """Begin as one of some processes that map a file; each of them brings so many ``slots``."""
+        """Begin as process ``number`` of ``processes`` that map a file; each brings ``slots`` slots."""
         with open(file, "a+b") as shared:
             shared.truncate(4 * processes)
             self._claims = memoryview(mmap.mmap(shared.fileno(), 0)).cast("I")
-        self._number, self._slots = number, slots * processes
-        self.claim(0)  # a killed one of this number gave nothing back
+        self._number = number
+        self._slots = slots * processes
+        self.claim(0)  # a killed process of this number gave nothing back
 
     def claim(self, slots: int) -> int:
-        """Claim so many slots, and return how many the others leave, which may be fewer."""
-        self._claims[self._number] = slots  # before it reads: two could take the same otherwise
+        """Claim slots, and return how many the others leave, which may be fewer."""
+        # Written before the others' are read: two processes could take the same slots otherwise.
+        self._claims[self._number] = slots
         return self._slots - sum(self._claims) + slots
 
 
@@ -88,22 +91,27 @@ class Admission:
     def __init__(
         self, max_running: int, max_waiting: int, timeout: float, clock: Clock = time.monotonic
     ) -> None:
-        self.max_running, self.max_waiting, self.timeout = max_running, max_waiting, timeout
-        self.running = self.waiting = 0  # requests that have a slot, and that wait for one
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.timeout = timeout
+        self.running = 0  # requests that have a slot
+        self.waiting = 0  # requests that wait for one, batches apart
         self.closed: str | None = None  # why no request is let in any more
-        self.lender: Lender | None = None  # of whom more than ``max_running`` can be had
-        self._look: asyncio.TimerHandle | None = None
+        self.lender: Lender | None = None  # lends slots beyond ``max_running``
         # Called with the outcome of each request and its seconds of waiting.
         self.observers: list[Callable[[Outcome, float], object]] = []
-        self._clock, self._numbers = clock, itertools.count()
+        self._clock = clock
+        self._numbers = itertools.count()
         self._tasks: dict[Slot, asyncio.Task[Any]] = {}  # until ``close`` ends them
-        self._flows: dict[str, _Flow] = {}  # those with requests
-        self._ahead: dict[str, float] = {}  # starts of idle ones that had more than their share
-        self._batches: deque[Slot] = deque()  # those of batches, that wait
-        self._batched = 0  # and that run
-        self._peak, self._peaked = 0.0, 0.0  # most others that ran at once, and when that was
+        self._flows: dict[str, _Flow] = {}  # tenants with requests
+        self._ahead: dict[str, float] = {}  # starts of idle tenants that had more than their share
         self._now = 0.0  # virtual time: the start of the request that got the last slot
         self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)  # of requests, while others waited
+        self._waiting_batches: deque[Slot] = deque()
+        self._running_batches = 0
+        self._peak = 0.0  # most requests but batches that ran at once lately
+        self._peak_time = 0.0
+        self._look: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def acquire(self, tenant: Tenant | None = None) -> AsyncIterator[Slot]:
@@ -114,21 +122,25 @@ class Admission:
         if self.closed is not None:
             self._observe("closed")
             raise TritonUnavailable(self.closed)
-        task, slot = asyncio.current_task(), Slot(tenant or Tenant(), next(self._numbers))
+        task = asyncio.current_task()
         assert task is not None
+        slot = Slot(tenant or Tenant(), next(self._numbers))
         self._tasks[slot] = task
         flow = self._queued(slot)
         self._hand_out()
         try:
-            await (self._granted(slot, flow) if flow else asyncio.wait([slot.granted]))
+            if flow is None:
+                await asyncio.wait([slot.granted])
+            else:
+                await self._granted(slot, flow)
             yield slot
         except asyncio.CancelledError:
             if slot in self._tasks:  # ``close`` did not cancel it
                 raise
             if not slot.granted.done():
                 self._observe("closed")
-            if sys.version_info >= (3, 11):  # which counts them
-                task.uncancel()
+            if sys.version_info >= (3, 11):
+                task.uncancel()  # it counts cancellations
             raise TritonUnavailable(self.closed or "") from None
         finally:
             self._leave(slot, flow)
@@ -137,15 +149,19 @@ class Admission:
         """End all that run or wait, and let nobody in any more: each gets TritonUnavailable."""
         self.closed = reason
         while self._tasks:
-            self._tasks.popitem()[1].cancel()
+            _, task = self._tasks.popitem()
+            task.cancel()
 
     def _queued(self, slot: Slot) -> _Flow | None:
-        """Put a request into its tenant's flow, or among those of batches."""
+        """Put a request into its tenant's flow and return that; or put it among those of batches."""
         if slot.tenant.batch:
-            self._batches.append(slot)
+            self._waiting_batches.append(slot)
             return None
-        if (flow := self._flows.get(name := slot.tenant.name)) is None:
-            flow = self._flows[name] = _Flow(self._ahead.pop(name, 0.0))
+        name = slot.tenant.name
+        flow = self._flows.get(name)
+        if flow is None:
+            flow = _Flow(self._ahead.pop(name, 0.0))
+            self._flows[name] = flow
         if not flow.waiting:  # an idle tenant saves nothing
             flow.start = max(flow.start, self._now)
         bisect.insort(flow.waiting, slot, key=lambda slot: (slot.tenant.priority, slot.number))
@@ -161,6 +177,7 @@ class Admission:
         return self.waiting > self.max_waiting and len(flow.waiting) > even_part
 
     async def _granted(self, slot: Slot, flow: _Flow) -> None:
+        """Wait for a slot, or raise TritonOverloaded."""
         if not slot.granted.done():
             if self._is_full_for(flow):
                 self._observe("full")
@@ -171,49 +188,80 @@ class Admission:
             # Not wait_for, which before Python 3.12 continues when it is cancelled as the slot comes.
             await asyncio.wait([slot.granted], timeout=self.timeout)
             slot.waited = self._clock() - began
-        self._observe("admitted" if slot.granted.done() else "late", slot.waited)
         if not slot.granted.done():
+            self._observe("late", slot.waited)
             raise self._overloaded(f"no slot became free within {self.timeout:g} s (QUEUE_TIMEOUT)")
+        self._observe("admitted", slot.waited)
 
     def _leave(self, slot: Slot, flow: _Flow | None) -> None:
+        """Give back what a request has: its slot, or its place in the queue."""
         self._tasks.pop(slot, None)
-        tenant, had = slot.tenant, slot.granted.done()
-        self.running -= had
+        has_slot = slot.granted.done()
+        if has_slot:
+            self.running -= 1
         if flow is None:
-            self._batched -= had
-            if not had:
-                self._batches.remove(slot)
-        elif had:
+            self._leave_batches(slot, has_slot=has_slot)
+        elif has_slot:
             flow.running -= 1
-            if slot.used is not None:
-                flow.start += (slot.used - tenant.cost) / tenant.weight
-            if self.waiting:
-                self._ends.append(self._clock())
-            else:
-                self._ends.clear()  # an idle server's rate says nothing
+            self._settle(slot, flow)
         else:
-            self.waiting -= 1
             flow.waiting.remove(slot)
+            self.waiting -= 1
         self._hand_out()
         # Only now: the slot that is kept for a tenant stays kept between two of its requests.
         if flow is not None and not flow.running and not flow.waiting:
-            del self._flows[tenant.name]
-            if not self._flows:
-                self._ahead.clear()
-            elif flow.start > self._now:  # it has had more than its share
-                self._ahead[tenant.name] = flow.start
-                if len(self._ahead) > _REMEMBERED:
-                    del self._ahead[next(iter(self._ahead))]
+            self._forget(slot.tenant.name, flow)
+
+    def _leave_batches(self, slot: Slot, *, has_slot: bool) -> None:
+        if has_slot:
+            self._running_batches -= 1
+        else:
+            self._waiting_batches.remove(slot)
+
+    def _settle(self, slot: Slot, flow: _Flow) -> None:
+        """Charge a tenant what a request took in place of what it was expected to, and note its end."""
+        if slot.used is not None:
+            flow.start += (slot.used - slot.tenant.cost) / slot.tenant.weight
+        if self.waiting:
+            self._ends.append(self._clock())
+        else:
+            self._ends.clear()  # an idle server's rate says nothing
+
+    def _forget(self, name: str, flow: _Flow) -> None:
+        """Forget a tenant without requests, unless it has had more than its share."""
+        del self._flows[name]
+        if not self._flows:
+            self._ahead.clear()
+        elif flow.start > self._now:
+            self._ahead[name] = flow.start
+            if len(self._ahead) > _REMEMBERED_TENANTS:
+                oldest = next(iter(self._ahead))
+                del self._ahead[oldest]
 
     def _hand_out(self) -> None:
-        """Give the free slots to those that wait, by the tenants' starts."""
+        """Give the free slots to those that wait: to the tenants by their starts, then to batches."""
+        self._hand_out_to_tenants()
+        self._hand_out_to_batches()
+        self._free(0)
+        if self._look is not None:
+            self._look.cancel()
+        if self._waiting_batches or (self.lender and self.waiting):
+            self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._hand_out)
+
+    def _hand_out_to_tenants(self) -> None:
         # A tenant that has all slots cannot be made to give one back.
         kept = self.max_running // RESERVED if len(self._flows) > 1 else 0
-        while self.waiting and (free := self._free(1)) > 0:
-            flows = [own for own in self._flows.values() if own.waiting]
-            flows = [own for own in flows if own.running < kept or free > kept]
+        while self.waiting:
+            free = self._free(1)
+            if free <= 0:
+                return
+            flows = [
+                flow
+                for flow in self._flows.values()
+                if flow.waiting and (flow.running < kept or free > kept)
+            ]
             if not flows:
-                break
+                return
             flow = min(flows, key=lambda flow: (flow.start, flow.waiting[0].number))
             slot = flow.waiting.pop(0)
             self.waiting -= 1
@@ -222,29 +270,32 @@ class Admission:
             self._now = max(flow.start, self._now)
             flow.start += slot.tenant.cost / slot.tenant.weight
             slot.granted.set_result(None)
+
+    def _hand_out_to_batches(self) -> None:
         free = min(self.max_running - self.running, self._free(1)) - self._left_free()
-        while self._batches and free > 0 and not self.waiting:
-            self.running, self._batched, free = self.running + 1, self._batched + 1, free - 1
-            self._batches.popleft().granted.set_result(None)
-        self._free(0)
-        if self._look is not None:
-            self._look.cancel()
-        if self._batches or (self.lender and self.waiting):
-            self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._hand_out)
+        while self._waiting_batches and free > 0 and not self.waiting:
+            slot = self._waiting_batches.popleft()
+            self.running += 1
+            self._running_batches += 1
+            free -= 1
+            slot.granted.set_result(None)
 
     def _free(self, more: int) -> int:
-        """Return how many slots are free, and claim what is needed to take so many ``more``."""
-        own, running = self.max_running, self.running
+        """Return how many slots are free, and claim what is needed to take ``more`` of them."""
+        slots = self.max_running
         if self.lender is not None:
-            own = self.lender.claim(max(running + more, min(own, running + self.waiting)))
-        return own - running
+            needed = max(self.running + more, min(slots, self.running + self.waiting))
+            slots = self.lender.claim(needed)
+        return slots - self.running
 
     def _left_free(self) -> int:
-        """Return how many slots batches leave free: a few, and what others had more than now."""
-        others, now = self.running - self._batched, self._clock()
-        faded: float = self._peak * 0.5 ** ((now - self._peaked) / HALF_LIFE_SECONDS)
+        """Return how many slots batches leave free: a few, and what others had lately and have not now."""
+        others = self.running - self._running_batches
+        now = self._clock()
+        faded: float = self._peak * 0.5 ** ((now - self._peak_time) / HALF_LIFE_SECONDS)
         if others >= faded:
-            self._peak, self._peaked = others, now
+            self._peak = others
+            self._peak_time = now
         few = min(self.max_running - 1, max(1, self.max_running // LEFT_FREE))
         return few + max(0, round(faded) - others)
 
@@ -254,7 +305,8 @@ class Admission:
 
     def _overloaded(self, what: str) -> TritonOverloaded:
         """Estimate when those that wait will have slots, from when requests ended."""
-        seconds, ends = 1.0, self._ends
+        seconds = 1.0
+        ends = self._ends
         if len(ends) > 1 and ends[-1] > ends[0]:
             rate = (len(ends) - 1) / (ends[-1] - ends[0])
             seconds = min(max(math.ceil(self.waiting / rate), 1.0), LONGEST_RETRY_SECONDS)
