@@ -12,8 +12,8 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
-from cog_triton.engines import library
-from cog_triton.engines.base import GenerationRequest, Steps, TokenLogProb, check_ids
+from cog_triton.engines import library, vllm_resume
+from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.processes import prepare_for_vllm, renice
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from cog_triton.request.guide import Guide, GuideKind
@@ -33,6 +33,7 @@ class VllmEngine(library.LibraryEngine):
     def __init__(self, parameters: Mapping[str, str]) -> None:
         self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
         self._shared = parameters.get("shared")
+        self._resumes = False  # see ``vllm_resume``
         super().__init__(parameters, loading_arguments(parameters))
 
     def load(self, arguments: library.Arguments) -> None:
@@ -66,10 +67,12 @@ class VllmEngine(library.LibraryEngine):
         if request.sampling.bad_words:
             # Its own way is from text, by a tokenizer; this is where that would put the ids.
             sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
-        if request.continued:
-            from cog_triton.engines.vllm_resume import deliver
-
-            deliver(sampling, request.input_ids[-request.continued :])
+        if request.continued and self._resumes:
+            vllm_resume.deliver(sampling, request.input_ids[-request.continued :])
+        elif request.continued and request.guide is not None:
+            raise EngineError(
+                "an answer with guided_decoding_guide cannot be continued with this release of vLLM"
+            )
         return sampling
 
     # What follows runs on the loop.
@@ -80,12 +83,16 @@ class VllmEngine(library.LibraryEngine):
 
         before = set(multiprocessing.active_children())
         config = engine_config(arguments)
-        try:
-            from cog_triton.engines.vllm_resume import Resuming
-
-            config.resuming = Resuming()
-        except (ImportError, AttributeError) as error:  # another release has other internals
-            logger.warning("tensorrt_llm: no answer goes on after a restart: vLLM: %s", error)
+        problem = vllm_resume.problem()
+        self._resumes = not problem
+        if self._resumes:
+            config.resuming = vllm_resume.install()
+        else:
+            logger.warning(
+                "tensorrt_llm: after a restart, answers with guides fail, and others forget their seed "
+                "and penalties: the internals of this release of vLLM differ: %s",
+                problem,
+            )
         executor = Executor.get_class(config)
         if self._shared and config.parallel_config.data_parallel_size > 1:
             raise ValueError("tensorrt_llm_instance_count must be 1 with data_parallel_size")

@@ -3,79 +3,149 @@
 vLLM knows such requests: those that it has set back, whose output it computes again with their prompt. So a
 request whose parameters have delivered ids becomes one in vLLM's engine core, where its grammar accepts
 them, and with the V1 model runner in the workers, where its generator draws what it drew for them. Then
-penalties, bad words, minima, guides and seeds go on as if nothing had happened. These are internals of
-vLLM; the range in pyproject.toml is as narrow as that asks for. Its processes import this module as they
-unpickle the ``Resuming`` in their configuration.
+penalties, bad words, minima, guides and seeds go on as if nothing had happened.
+
+This replaces a method of each of three of vLLM's classes, which are internals. ``problem`` says whether
+they are there and can be called as they are here; the engine asks it once, at its start.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, wraps
+from importlib import import_module
 from typing import Any
-
-import torch
-from vllm.v1.request import Request
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.gpu_input_batch import InputBatch
 
 _DELIVERED = "cog_triton_delivered"  # in the extra_args of SamplingParams
 
 
 class Resuming:
-    """Has this module imported where it is unpickled."""
+    """Replaces the methods in each process of vLLM's that unpickles it, with vLLM's configuration."""
+
+    def __reduce__(self) -> tuple[Callable[[], "Resuming"], tuple[()]]:
+        return install, ()
+
+
+def install() -> Resuming:
+    """Replace the methods in this process, once."""
+    for patch in PATCHES:
+        patch.apply()
+    return Resuming()
+
+
+def problem() -> str:
+    """Return why the methods cannot be replaced in the installed vLLM; empty if they can."""
+    try:
+        _sampler_class()
+        for patch in PATCHES:
+            patch.check()
+    except (ImportError, AttributeError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def deliver(sampling: Any, ids: list[int]) -> None:
     """Have the last ids of a request's prompt count as output, and as a part of its limits."""
     sampling.extra_args = {_DELIVERED: ids}
     sampling.max_tokens += len(ids)
-    sampling.min_tokens += len(ids) if sampling.min_tokens else 0
+    if sampling.min_tokens:
+        sampling.min_tokens += len(ids)
 
 
-def _delivered(request: Any) -> Any:
-    return (getattr(request.sampling_params, "extra_args", None) or {}).get(_DELIVERED, [])
+def _delivered(request: Any) -> list[int]:
+    extra: dict[str, Any] = getattr(request.sampling_params, "extra_args", None) or {}
+    ids: list[int] = extra.get(_DELIVERED, [])
+    return ids
 
 
-_sampler = lru_cache(TopKTopPSampler)
-
-
-def _made(make: Callable[..., Any], *arguments: Any) -> Any:
-    request = make(*arguments)
-    if count := len(_delivered(request)):
-        del request.prompt_token_ids[-count:]
-        request.num_prompt_tokens -= count
-        request._output_token_ids.extend(_delivered(request))
+def _make_request(original: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a request whose delivered ids are output, and no part of the prompt."""
+    request = original(*arguments)
+    ids = _delivered(request)
+    if ids:
+        del request.prompt_token_ids[-len(ids) :]
+        request.num_prompt_tokens -= len(ids)
+        request._output_token_ids.extend(ids)
         request.prefill_stats = None  # of prompts, which have no output in the prefix cache
     return request
 
 
-def _compiled(make: Callable[..., Any], manager: Any, request: Any) -> Any:
-    grammar = make(manager, request)
-    if (ids := _delivered(request)) and not grammar.accept_tokens(request.request_id, ids):
+def _create_grammar(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Compile a request's grammar, which then has accepted the delivered ids."""
+    grammar = original(manager, request)
+    ids = _delivered(request)
+    if ids and not grammar.accept_tokens(request.request_id, ids):
         raise ValueError("the guide does not allow the output that is continued")
     return grammar
 
 
-def _added(add: Callable[..., Any], batch: Any, request: Any) -> Any:
-    if (ids := _delivered(request)) and not request.output_token_ids:
+def _add_request(original: Callable[..., Any], batch: Any, request: Any) -> Any:
+    """Add a request to a worker's batch, with a generator that has drawn for the delivered ids."""
+    import torch
+
+    ids = _delivered(request)
+    if ids and not request.output_token_ids:
         request.output_token_ids.extend(ids)
         if request.generator is not None:
             logits = torch.zeros(1, batch.vocab_size, device=batch.device)
             for _ in ids:
                 _sampler().forward(logits.clone(), {0: request.generator}, None, None)
-    return add(batch, request)
+    return original(batch, request)
 
 
-def _replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def replaced(*arguments: Any) -> Any:
-        return by(original, *arguments)
-
-    setattr(owner, name, replaced)
+def _sampler_class() -> Any:
+    return import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler
 
 
-_replace(Request, "from_engine_core_request", _made)
-_replace(StructuredOutputManager, "_create_grammar", _compiled)
-_replace(InputBatch, "add_request", _added)
+@lru_cache
+def _sampler() -> Any:
+    return _sampler_class()()
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """A method of a class of vLLM's, and the function that takes its place and gets the original."""
+
+    module: str
+    owner: str
+    method: str
+    arguments: int  # with self, of a call; 0 where any will do
+    replacement: Callable[..., Any]
+
+    def check(self) -> None:
+        """Raise an ImportError, AttributeError or TypeError if the method cannot be replaced."""
+        original = getattr(self._class(), self.method)
+        if self.arguments:
+            inspect.signature(original).bind(*[None] * self.arguments)
+
+    def apply(self) -> None:
+        """Replace the method, unless it has been replaced."""
+        owner = self._class()
+        original = getattr(owner, self.method)
+        if hasattr(original, _DELIVERED):
+            return
+
+        @wraps(original)
+        def replaced(*arguments: Any) -> Any:
+            return self.replacement(original, *arguments)
+
+        setattr(replaced, _DELIVERED, True)
+        setattr(owner, self.method, replaced)
+
+    def _class(self) -> Any:
+        return getattr(import_module(self.module), self.owner)
+
+
+PATCHES = (
+    _Patch("vllm.v1.request", "Request", "from_engine_core_request", 0, _make_request),
+    _Patch(
+        *("vllm.v1.structured_output", "StructuredOutputManager", "_create_grammar"),
+        arguments=2,
+        replacement=_create_grammar,
+    ),
+    _Patch(
+        *("vllm.v1.worker.gpu_input_batch", "InputBatch", "add_request"),
+        arguments=2,
+        replacement=_add_request,
+    ),
+)
