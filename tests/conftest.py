@@ -1,5 +1,7 @@
 import contextlib
+import reprlib
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,35 @@ with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no 
 
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+# Of sentencepiece, whose authors are not we.
+SWIG_WARNING = r"builtin type (SwigPyPacked|SwigPyObject|swigvarlink) has no __module__ attribute"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", f"ignore:{SWIG_WARNING}:DeprecationWarning")
+    # Also where the interpreter ends, after pytest.
+    warnings.filterwarnings("ignore", SWIG_WARNING, DeprecationWarning)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case by its values where pytest would number it: fields of a request, say."""
+    if not isinstance(val, (dict, list, tuple)) or not is_plain(val):
+        return None
+    shortened = reprlib.Repr()
+    shortened.maxdict = shortened.maxlist = shortened.maxtuple = 4
+    return " ".join(shortened.repr(val).split())
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value's text is short, and the same in each process: no address, and no set."""
+    if isinstance(value, (dict, list, tuple)):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return len(parts) <= 64 and all(map(is_plain, parts))
+    if isinstance(value, int):
+        return abs(value) < 1 << 128
+    return value is None or isinstance(value, (str, bytes, float))
+
 
 REGIONS_BEFORE = pytest.StashKey[set[str]]()
 

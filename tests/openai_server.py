@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-from tests.support import CogServer, Server
+from tests.support import CogServer, Server, limit, server_sent_events
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,14 +41,14 @@ class OpenAIServer(Server):
             part.suspend()
         for part in parts:
             part.kill()
-        self.process.wait(60)
+        self.process.wait(limit(60))
         psutil.wait_procs(parts, 60)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, trust_env=False, timeout=60, **options)
+        return httpx.get(self.url + path, trust_env=False, timeout=limit(60), **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, trust_env=False, timeout=60, **options)
+        return httpx.post(self.url + path, json=body, trust_env=False, timeout=limit(60), **options)
 
     def chat(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", chat_body(**fields))
@@ -82,10 +82,10 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 def streamed_chat(url: str, **fields: Any) -> Iterator[Iterator[Any]]:
     """The events of a chat; each as its object, and the text [DONE]."""
     body, url = chat_body(stream=True, **fields), f"{url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=limit(60)) as reply:
         assert reply.status_code == 200, reply.read()
-        data = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-        yield (text if text == "[DONE]" else json.loads(text) for text in data)
+        data = (data for _, data in server_sent_events(reply))
+        yield ("[DONE]" if text == b"[DONE]" else json.loads(text) for text in data)
 
 
 def contents(events: Iterator[Any]) -> str:

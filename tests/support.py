@@ -1,7 +1,9 @@
 """What the integration tests share: real servers on free ports, and what they say of themselves."""
 
 import contextlib
+import functools
 import http.server
+import io
 import json
 import os
 import re
@@ -21,6 +23,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from cog_triton.cli import main
 from cog_triton.server.command import Endpoints
 from tools.benchmark.processes import free_port as free_port
 from tools.benchmark.processes import tree
@@ -45,6 +48,14 @@ def load_cases(test: str, name: str) -> Any:
     return yaml.safe_load(Path(test).with_name(name).read_text(encoding="utf-8"))
 
 
+class QuietServer(http.server.ThreadingHTTPServer):
+    """A server that is silent about clients that go away."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class QuietHandler(http.server.BaseHTTPRequestHandler):
     """For a server of a test's own."""
 
@@ -55,7 +66,7 @@ class QuietHandler(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def http_server(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server of a test's own; yields its URL."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
         try:
@@ -79,6 +90,17 @@ def script(
     )
 
 
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of cog-triton, or of a checkout's tools, in this process, which has its imports."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+
+
 def run_until_killed(program: str, **environ: str) -> str:
     """What a Python program prints that ends by SIGKILL, so that nothing in it can clean up."""
     starter = subprocess.run(
@@ -93,14 +115,36 @@ def run_until_killed(program: str, **environ: str) -> str:
     return starter.stdout.strip()
 
 
-def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
-    """Polls what nothing signals; returns the first true value."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+QUIET_START_SECONDS = 1.0  # of the process below, on a machine that does nothing else
+MAX_SLOWNESS = 10.0
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times longer than on a quiet machine the start of a process takes; measured once."""
+    began = time.monotonic()
+    imports = "import httpx, numpy, pydantic, tokenizers"
+    subprocess.run([sys.executable, "-c", imports], check=True)
+    took = time.monotonic() - began
+    return min(max(took / QUIET_START_SECONDS, 1.0), MAX_SLOWNESS)
+
+
+def limit(seconds: float) -> float:
+    """A time limit for this machine: ``seconds`` on one that is quick and does nothing else."""
+    return seconds * slowness()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll what nothing signals, within ``limit(seconds)``; return the first true value."""
+    began = time.monotonic()
+    while True:
         if value := condition():
             return value
+        took = time.monotonic() - began
+        # How slow the machine is matters only, and is measured only, where the wait is a long one.
+        if took > seconds and took > limit(seconds):
+            raise AssertionError(f"{what} did not happen within {took:.1f} s")
         time.sleep(0.01)
-    raise AssertionError(f"{what} did not happen within {timeout} s")
 
 
 def metrics(address: str) -> dict[str, float]:
@@ -225,7 +269,7 @@ class Server:
         """Ends it; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=limit(60))
 
 
 class CogServer(Server):
@@ -247,7 +291,7 @@ class CogServer(Server):
     def predict(self, **inputs: Any) -> dict[str, Any]:
         """One prediction, as JSON."""
         url = f"{self.url}/predictions"
-        reply = httpx.post(url, json={"input": inputs}, timeout=60, trust_env=False)
+        reply = httpx.post(url, json={"input": inputs}, timeout=limit(60), trust_env=False)
         body: dict[str, Any] = reply.json()
         return {"http_status": reply.status_code, **body}
 
@@ -269,12 +313,18 @@ def streamed_prediction(
         f"{url}/predictions{path}",
         json={"input": inputs},
         headers={"Accept": "text/event-stream"},
-        timeout=60,
+        timeout=limit(60),
         trust_env=False,
     ) as reply:
         assert reply.status_code == 200, reply.read()
-        parsed = map(EventParser().feed, reply.iter_raw())
-        yield ((name, json.loads(data)) for events in parsed for name, data in events)
+        yield ((name, json.loads(data)) for name, data in server_sent_events(reply))
+
+
+def server_sent_events(reply: httpx.Response) -> Iterator[tuple[str, bytes]]:
+    """The name and the data of each event of a stream, as they come."""
+    parser = EventParser()
+    for part in reply.iter_raw():
+        yield from parser.feed(part)
 
 
 def chunks(events: Iterator[Event]) -> list[str]:

@@ -18,7 +18,7 @@ from cog_triton.protocol.frames import FrameAddress, decode_frames
 from cog_triton.protocol.parameters import ids_text
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, engine_counters
-from tests.support import metrics, wait_until
+from tests.support import limit, metrics, server_sent_events, wait_until
 from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
@@ -37,11 +37,10 @@ def generate_stream(triton: Triton, model: str = "ensemble", /, **body: Any) -> 
     """The events as they come; closing it disconnects."""
     url = f"http://{triton.endpoints.http}/v2/models/{model}/generate_stream"
     asked = {"stream": True, **body}
-    with httpx.stream("POST", url, json=asked, timeout=60, trust_env=False) as reply:
+    with httpx.stream("POST", url, json=asked, timeout=limit(60), trust_env=False) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream"), reply.read()
-        for line in reply.iter_lines():
-            if line.startswith("data:"):
-                yield json.loads(line[5:])
+        for _, data in server_sent_events(reply):
+            yield json.loads(data)
 
 
 def texts(events: Events) -> list[str]:

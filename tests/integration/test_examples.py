@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.test_cog_server import cancelled_engine
 from tests.support import ROOT, CogServer
+from tools.server_sent_events import EventParser
 
 EXAMPLES = ROOT / "examples" / "client"
 QUESTION = "What is machine learning?"
@@ -50,8 +51,7 @@ class Client:
 
 
 def event_data(output: str) -> list[dict[str, Any]]:
-    lines = output.split("\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    return [json.loads(data) for _, data in EventParser().feed(output.encode())]
 
 
 def node() -> str:

@@ -1,5 +1,6 @@
 """OpenAI's API on a real server: PyPI's client, the prompts and fields of its APIs, and how it ends."""
 
+import re
 import signal
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cog_triton.text.tokenizer import Tokenizer
 from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
-from tests.support import alive, children
+from tests.support import alive, children, command
 
 PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": QUESTION, "temperature": 0}
@@ -230,9 +231,11 @@ def test_what_does_not_end_in_time_is_told_to_try_again(demo_model: Path, tmp_pa
         assert not [pid for pid in triton if alive(pid)]
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        server = OpenAIServer({**PACE, "PORT": str(other.getsockname()[1])}, tmp_path / "log")
-        with pytest.raises(AssertionError, match=r"error: .*Address already in use"), server:
-            pass
-    assert len((tmp_path / "log").read_text().splitlines()) == 1
+        monkeypatch.setenv("ENGINE", "simulated")
+        monkeypatch.setenv("STORE", "0")
+        monkeypatch.setenv("PORT", str(other.getsockname()[1]))
+        done = command("openai")
+    assert done.returncode != 0
+    assert re.fullmatch(r"error: .*Address already in use.*\n", done.stderr)

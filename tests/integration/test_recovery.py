@@ -122,28 +122,41 @@ def part_name(pid: int) -> str:
     return "guard" if "guard.py" in "".join(arguments[:5]) else Path(arguments[0]).name
 
 
-KILLS = {
-    "grpc": [
-        ("tensorrt_llm", signal.SIGKILL),
-        ("guard", signal.SIGKILL),
-        ("tensorrt_llm", signal.SIGSTOP),  # it hangs
+Kill = tuple[str, signal.Signals]
+STUB: Kill = ("tensorrt_llm", signal.SIGKILL)
+HANG: Kill = ("tensorrt_llm", signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("transport", "kills"),
+    [
+        # Over gRPC, a part is killed in the next test, too.
+        pytest.param("http", [("tritonserver", signal.SIGSEGV)], id="http, tritonserver crashes"),
+        pytest.param(
+            "http",
+            [("preprocessing", signal.SIGKILL)],
+            id="http, preprocessing is killed",
+            marks=pytest.mark.rare,
+        ),
+        pytest.param(
+            "grpc",
+            [STUB, ("guard", signal.SIGKILL), HANG],
+            id="grpc, each part in turn",
+            marks=pytest.mark.rare,
+        ),
     ],
-    "http": [("tritonserver", signal.SIGSEGV), ("preprocessing", signal.SIGKILL)],
-}
-
-
-@pytest.mark.parametrize("transport", KILLS)
+)
 async def test_streams_go_on_as_if_nothing_had_happened(
-    demo_model: Path, transport: str, caplog: pytest.LogCaptureFixture
+    demo_model: Path, transport: str, kills: list[Kill], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stub that is killed is named, and what is left of a server has gone before the next."""
     environment = {"TRANSPORT": transport}
-    if any(number == signal.SIGSTOP for _, number in KILLS[transport]):
+    if HANG in kills:
         # Long enough that a server on a busy machine is not taken for one that hangs.
         environment["TRITON_HANG_TIMEOUT"] = "8"
     async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
         undisturbed = await answers(deployment)
-        for number, kill in enumerate(KILLS[transport], 1):
+        for number, kill in enumerate(kills, 1):
             killed = deployment.supervisor.running
             assert killed is not None
             assert await answers(deployment, kill) == undisturbed, kill
@@ -151,17 +164,27 @@ async def test_streams_go_on_as_if_nothing_had_happened(
             assert await deployment.healthy()
             assert not left_of(killed.server.shm_prefix)
             assert not killed.server.runtime.exists()
-    for name, number in KILLS[transport]:
+    for name, number in kills:
         if name in ("tensorrt_llm", "preprocessing") and number == signal.SIGKILL:
-            named = f"the process of model {name} ended by signal 9 (SIGKILL)" in caplog.text
-            # Triton 2.51 aborts at once where a stub held a lock: one that sends may.
-            aborted = name == "tensorrt_llm" and "interprocess::lock_exception" in caplog.text
-            assert named or aborted
+            check_stub_is_named(name, caplog.text)
 
 
-async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path: Path) -> None:
-    """With weights of double precision: how a sum is rounded depends on the batch, and may choose between
-    two tokens that come at the same time but for that."""
+def check_stub_is_named(model: str, log: str) -> None:
+    """Check that a log says which model's process was killed."""
+    named = f"the process of model {model} ended by signal 9 (SIGKILL)" in log
+    # Triton 2.51 aborts at once where a stub held a lock: one that sends may.
+    aborted = model == "tensorrt_llm" and "interprocess::lock_exception" in log
+    assert named or aborted
+
+
+async def test_sampled_text_goes_on_as_it_would_have(
+    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over gRPC, when a model's process is killed.
+
+    With weights of double precision: how a sum is rounded depends on the batch, and may choose between two
+    tokens that come at the same time but for that.
+    """
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)
     shutil.copytree(demo_model, tmp_path / "double")
     model.save_pretrained(tmp_path / "double")
@@ -169,8 +192,9 @@ async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path:
         # So many that the engine does not make them all before the first few have been read.
         tokens = 4 * TOKENS
         undisturbed = await answers(deployment, tokens=tokens, streams=4)
-        assert await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens, 4) == undisturbed
+        assert await answers(deployment, STUB, tokens, 4) == undisturbed
         assert deployment.supervisor.restarts == 1
+    check_stub_is_named("tensorrt_llm", caplog.text)
 
 
 @pytest.mark.rare

@@ -13,7 +13,7 @@ from tests.integration.conftest import Triton
 from tests.integration.test_ensemble import infer
 from tests.openai_server import ANSWER
 from tests.openai_server import QUESTION as PROMPT
-from tests.support import free_port, script
+from tests.support import command, free_port
 
 
 def at(server: Triton, protocol: str) -> tuple[str, ...]:
@@ -28,8 +28,8 @@ def at(server: Triton, protocol: str) -> tuple[str, ...]:
     [pytest.param("http", True, marks=pytest.mark.rare), ("grpc", True), ("http", False)],
 )
 def test_client(triton: Triton, demo_model: Path, protocol: str, streaming: bool) -> None:
-    done = script(
-        "client.py",
+    done = command(
+        "client",
         f"--text={PROMPT}",
         *("--output_len=10", "--tokenizer_dir", str(demo_model), "--tokenizer_type", "auto"),
         *at(triton, protocol),
@@ -46,7 +46,7 @@ def test_client(triton: Triton, demo_model: Path, protocol: str, streaming: bool
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_without_a_server_one_line_says_so(demo_model: Path, protocol: str) -> None:
     nowhere = f"localhost:{free_port()}"
-    done = script("client.py", "--tokenizer_dir", str(demo_model), "-i", protocol, "-u", nowhere)
+    done = command("client", "--tokenizer_dir", str(demo_model), "-i", protocol, "-u", nowhere)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: E2105 TritonUnavailable: Triton cannot be reached")
@@ -60,8 +60,8 @@ def test_without_a_server_one_line_says_so(demo_model: Path, protocol: str) -> N
     ("protocol", "mode"), [pytest.param("http", "sync", marks=pytest.mark.rare), ("grpc", "async")]
 )
 def test_identity_test(paced_triton: Triton, protocol: str, mode: str) -> None:
-    done = script(
-        "identity_test.py",
+    done = command(
+        "identity-test",
         *("--batch_size=8", "--start_len=128", "--output_len=20", "-p", "2", "-m", mode),
         *at(paced_triton, protocol),
     )
@@ -78,11 +78,12 @@ def test_identity_test(paced_triton: Triton, protocol: str, mode: str) -> None:
 
 
 def test_each_sample_is_a_request_that_the_server_takes(
-    triton: Triton, demo_model: Path, tmp_path: Path
+    triton: Triton, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As perf_analyzer sends them: the tensors of the file with the model's data types, in a batch."""
     flags = ("--start_len=12", "--output_len=5", "--num_samples=3", "--tokenizer", str(demo_model))
-    done = script("gen_input_data.py", *flags, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = command("gen-input-data", *flags)
     assert done.returncode == 0, done.stderr
     samples = json.loads((tmp_path / "input_data.json").read_text())["data"]
     assert len(samples) == 3
@@ -112,8 +113,8 @@ DTYPES = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uin
 def test_run_completes_each_prompt_on_a_checkpoint(demo_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\nWhat is a KV cache?\n")
-    done = script(
-        "run.py",
+    done = command(
+        "run",
         *("--engine_dir", str(demo_model), "--tokenizer_dir", str(demo_model)),
         *("--max_output_len=10", "--input_file", str(prompts), "--log_level", "error"),
         *("--bad_words", "keeps", "--num_beams", "1"),
@@ -133,8 +134,8 @@ def test_run_streams_on_the_engine_of_the_settings(
 ) -> None:
     monkeypatch.setenv("ENGINE", "simulated")
     monkeypatch.setenv("SIMULATED_TEXT", "one two three")
-    done = script(
-        "run.py",
+    done = command(
+        "run",
         *("--hf_model_dir", str(demo_model), "--max_output_len=200", "--streaming"),
         *("--stop_words", "three", "--input_text", "a b c", "--max_input_length", "2"),
     )
@@ -154,6 +155,6 @@ def test_run_streams_on_the_engine_of_the_settings(
     ],
 )
 def test_run_says_what_it_cannot_do(flags: list[str], status: int, reason: str) -> None:
-    done = script("run.py", "--max_output_len=3", *flags)
+    done = command("run", "--max_output_len=3", *flags)
     assert done.returncode == status
     assert reason in done.stderr

@@ -17,7 +17,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, free_port, load_cases, script, wait_until
+from tests.support import ROOT, free_port, script, wait_until
 
 MAX_LINES = 6  # three parts of the start may have loaded before
 
@@ -87,18 +87,33 @@ OF_CONFIG = (
     "model tensorrt_llm: the weights of {model} do not match its config.json: "
     "model.layers.0.mlp.down_proj.weight has the shape"
 )
+NO_TOKENIZER = "{model} contains no tokenizer"
 ZEBRA = "the installed transformers cannot generate text with the model type 'zebra' in {model}"
 
 
 @pytest.mark.parametrize(
     ("files", "content", "cause"),
     [
-        ("config.json", None, "{model}/config.json does not exist"),
-        ("config.json", '{"model_type": ', "{model}/config.json cannot be read: Expecting value"),
-        ("tokenizer*", None, "{model} contains no tokenizer"),
-        ("model.safetensors", "no", "{model}/model.safetensors is damaged or incomplete"),
-        ("config.json", {"intermediate_size": 999}, OF_CONFIG),
-        ("config.json", {"model_type": "zebra"}, ZEBRA),
+        pytest.param(
+            "config.json", None, "{model}/config.json does not exist", id="no config.json"
+        ),
+        pytest.param(
+            "config.json",
+            '{"model_type": ',
+            "{model}/config.json cannot be read: Expecting value",
+            id="half a config.json",
+        ),
+        pytest.param("tokenizer*", None, NO_TOKENIZER, id="no tokenizer"),
+        pytest.param(
+            "model.safetensors",
+            "no",
+            "{model}/model.safetensors is damaged or incomplete",
+            id="damaged weights",
+        ),
+        pytest.param(
+            "config.json", {"intermediate_size": 999}, OF_CONFIG, id="another's config.json"
+        ),
+        pytest.param("config.json", {"model_type": "zebra"}, ZEBRA, id="an unknown type"),
     ],
 )
 def test_of_a_model(files: str, content: Any, cause: str, demo_model: Path, tmp_path: Path) -> None:
@@ -122,9 +137,20 @@ def error_of_a_start(model: Path, **environment: str) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize(("environment", "cause"), load_cases(__file__, "start_failures.yaml"))
-def test_of_a_setting(environment: dict[str, str], cause: str, demo_model: Path) -> None:
-    said = error_of_a_start(demo_model, ENGINE="simulated", **environment)
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [
+        ("MODEL", "/none/model", "MODEL=/none/model does not exist"),
+        ("COG_TRITON_CONFIG", "/none.yaml", "COG_TRITON_CONFIG=/none.yaml does not exist"),
+        ("TOKENIZER", "/none", "no tokenizer could be loaded from '/none', which is no"),
+        ("RUNTIME_DIR", "/proc/none", "/proc/none: No such file or directory"),
+        ("TRITON_HOST", "192.0.2.1", "TRITON_HOST=192.0.2.1 must be an address of this machine"),
+        ("MAX_SEQUENCE_LENGTH", "2", "Prompt length (4) exceeds maximum input length (1)"),
+        ("SIMULATED_TEXT", "</s>", "simulated_text '</s>' has no tokens that make text"),
+    ],
+)
+def test_of_a_setting(name: str, value: str, cause: str, demo_model: Path) -> None:
+    said = error_of_a_start(demo_model, ENGINE="simulated", **{name: value})
     assert is_told_once(said, cause), said
     assert "ensemble" not in said
 

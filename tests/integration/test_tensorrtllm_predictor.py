@@ -28,7 +28,17 @@ from tests.integration.test_generation import ask
 from tests.integration.test_recovery import deployed
 from tests.stand_in.engine import VOCAB_SIZE
 from tests.stand_in.servers import MODEL, environment
-from tests.support import ROOT, CogServer, Server, free_port, metrics, processes, wait_until
+from tests.support import (
+    ROOT,
+    CogServer,
+    Server,
+    free_port,
+    limit,
+    metrics,
+    processes,
+    server_sent_events,
+    wait_until,
+)
 
 TEXT = "Grüße an alle: 日本語, and a friend 😀 of mine."
 BLS = "tensorrt_llm_bls"
@@ -96,8 +106,9 @@ def test_end_tokens_at_tritons_endpoints(cog: CogServer, tokenizer: Tokenizer, e
     whole = post(address, "ensemble", **body)
     assert (whole["text_output"], whole["sequence_length"]) == (text, length(tokenizer, text))
     url = f"http://{address}/v2/models/ensemble/generate_stream"
-    reply = httpx.post(url, json={**body, "stream": True}, timeout=60, trust_env=False)
-    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    asked = {**body, "stream": True}
+    with httpx.stream("POST", url, json=asked, timeout=limit(60), trust_env=False) as reply:
+        events = [json.loads(data) for _, data in server_sent_events(reply)]
     assert "".join(event["text_output"] for event in events) == text
     # Its own end token is the only one of a request.
     further = post(address, "ensemble", **body, end_id=tokenizer.convert_tokens_to_ids("Ġno"))

@@ -25,6 +25,7 @@ from tests.support import (
     alive,
     children,
     free_port,
+    limit,
     marked,
     processes,
     script,
@@ -38,7 +39,7 @@ PREDICT = [sys.executable, str(ROOT / "scripts" / "run_prediction.py")]
 QUESTION, ANSWER = PAIRS[0]
 IMPORTS = [sys.executable, "-X", "importtime"]  # Python says of each module that it is imported
 CTRL_C, SIGTERM = "\x03", "SIGTERM"
-SECONDS = 60.0
+SECONDS = 60.0  # on a quick machine that does nothing else
 WITH_IT = "the predictor's process has ended, and Cog's server with it"
 
 
@@ -74,7 +75,7 @@ class Terminal:
         for _round in range(2):  # the second ends it at once
             if self.process.poll() is None:
                 self.process.terminate()
-        self.process.wait(SECONDS)
+        self.process.wait(limit(SECONDS))
         os.close(self._end)
 
     def wait_for(self, text: str) -> None:
@@ -95,7 +96,7 @@ class Terminal:
         """Reads to the end; returns the exit status."""
         while self._read():
             pass
-        return self.process.wait(SECONDS)
+        return self.process.wait(limit(SECONDS))
 
     def leaves_nothing(self, there: set[int]) -> None:
         """No process, no shared memory of those that were there, no temporary file."""
@@ -105,7 +106,9 @@ class Terminal:
         assert list(self._tmp.iterdir()) == []
 
     def _read(self) -> bool:
-        assert select.select([self._end], [], [], SECONDS)[0], f"nothing more after:\n{self.text}"
+        assert select.select([self._end], [], [], limit(SECONDS))[0], (
+            f"nothing more after:\n{self.text}"
+        )
         try:
             data = os.read(self._end, 1 << 16)
         except OSError:  # the last process that had the terminal has ended
@@ -135,13 +138,35 @@ def stream(environment: Mapping[str, str], max_tokens: int) -> Iterator[Iterator
     ("command", "shown", "stop", "end"),
     [
         # The script's first import: Python ends itself.
-        (IMPORTS + SERVE[1:], " argparse\r\n", CTRL_C, ""),
-        (SERVE, "importing pydantic", CTRL_C, "stopped\r\n"),
-        (PREDICT, "importing numpy", CTRL_C, "stopped\r\n"),
-        (SERVE, "Initialize: tensorrt_llm", CTRL_C, "stopped before it was ready\r\n"),
-        (SERVE, "model in place", SIGTERM, ""),
-        (PREDICT, "model in place", CTRL_C, "stopped\r\n"),
-        (PREDICT, "pattern", CTRL_C, "\nstopped\r\n"),
+        pytest.param(IMPORTS + SERVE[1:], " argparse\r\n", CTRL_C, "", id="serve, first import"),
+        pytest.param(SERVE, "importing pydantic", CTRL_C, "stopped\r\n", id="serve, imports"),
+        pytest.param(
+            PREDICT,
+            "importing numpy",
+            CTRL_C,
+            "stopped\r\n",
+            id="predict, imports",
+            marks=pytest.mark.rare,
+        ),
+        pytest.param(
+            SERVE,
+            "Initialize: tensorrt_llm",
+            CTRL_C,
+            "stopped before it was ready\r\n",
+            id="serve, Triton starts",
+        ),
+        pytest.param(
+            SERVE, "model in place", SIGTERM, "", id="serve, SIGTERM", marks=pytest.mark.rare
+        ),
+        pytest.param(
+            PREDICT,
+            "model in place",
+            CTRL_C,
+            "stopped\r\n",
+            id="predict, Triton starts",
+            marks=pytest.mark.rare,
+        ),
+        pytest.param(PREDICT, "pattern", CTRL_C, "\nstopped\r\n", id="predict, answers"),
     ],
 )
 def test_an_end_before_it_is_done(
@@ -252,11 +277,16 @@ def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
     ("process", "status", "end"),
     [
         pytest.param(
-            *("cog_triton.api.cog.server", 1, "Cog's server ended by signal 9 (SIGKILL)"),
+            "cog_triton.api.cog.server",
+            1,
+            "Cog's server ended by signal 9 (SIGKILL)",
+            id="Cog's server",
             marks=pytest.mark.rare,
         ),
-        ("/tensorrt_llm/1/model.py", 1, f"exit status {EXIT_STATUS}: {WITH_IT}"),
-        ("scripts/serve.py", -signal.SIGKILL, ""),
+        pytest.param(
+            "/tensorrt_llm/1/model.py", 1, f"exit status {EXIT_STATUS}: {WITH_IT}", id="the engine"
+        ),
+        pytest.param("scripts/serve.py", -signal.SIGKILL, "", id="the command"),
     ],
 )
 def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
@@ -306,6 +336,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     assert re.fullmatch(r"\d+ tokens, first after \d+ ms, \d+ tokens/s", figures)
 
 
+@pytest.mark.rare
 def test_predict_on_a_terminal_shows_the_answer_first(demo_model: Path, tmp_path: Path) -> None:
     environment = {**simulated(demo_model), "SIMULATED_TEXT": "A text."}
     with Terminal([*PREDICT, "-i", "max_tokens=4", "Hi"], environment, tmp_path) as terminal:

@@ -10,8 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -75,13 +74,6 @@ def command(argument: str) -> list[str]:
     return [sys.executable, *words[1:]]
 
 
-def test_the_base_image_is_the_newest_release_of_nvidias_that_the_docs_know() -> None:
-    (version,) = re.findall(r"^ARG TRITON_VERSION=(.+)$", TEXT, re.MULTILINE)
-    assert next(iter(IMAGES)).endswith(f" to {version}")
-    # Which --build-arg may replace, by one with its digest.
-    assert only("FROM") == "${TRITON_IMAGE}"
-
-
 def test_the_container_runs_cogs_server_as_a_user_of_its_own() -> None:
     users = [step.argument for step in named("USER")]
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1])  # Kubernetes' runAsNonRoot wants a number
@@ -119,39 +111,6 @@ def test_compose_starts_with_one_command_and_keeps_to_its_schema() -> None:
     grace = int(base["services"]["cog-triton"]["stop_grace_period"].removesuffix("s"))
     settings = read_settings({})
     assert grace > settings.drain_seconds + settings.stop_timeout
-
-
-# The build context
-
-
-def is_ignored(path: PurePosixPath) -> bool:
-    """Docker's rules: patterns are anchored, ``**`` is any depth, and a match takes what is below it."""
-    ignored = False
-    for pattern in (ROOT / ".dockerignore").read_text().splitlines():
-        if pattern and not pattern.startswith("#"):
-            name = re.escape(pattern.lstrip("!"))
-            expression = name.replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
-            if any(re.fullmatch(expression, str(part)) for part in [path, *path.parents][:-1]):
-                ignored = not pattern.startswith("!")
-    return ignored
-
-
-def context() -> Iterator[PurePosixPath]:
-    """Every file that is sent to the builder."""
-    for directory, directories, files in os.walk(ROOT):
-        here = PurePosixPath(Path(directory).relative_to(ROOT).as_posix())
-        directories[:] = [name for name in directories if not is_ignored(here / name)]
-        yield from (here / name for name in files if not is_ignored(here / name))
-
-
-def test_the_context_is_the_source_alone() -> None:
-    for name in ("models/llama/model.safetensors", ".env", "tools/__pycache__/x.pyc"):
-        assert is_ignored(PurePosixPath(name)), name
-    assert not is_ignored(PurePosixPath(".cog/tmp/build/requirements.txt"))  # Cog's own
-    files = set(context())
-    assert not {path.parts[0] for path in files} & {".git", ".venv", "docs", "models", "tests"}
-    copied = {file for step in named("COPY") for file in step.words[:-1]}
-    assert set(map(PurePosixPath, copied - {"."})) <= files
 
 
 # cog.yaml

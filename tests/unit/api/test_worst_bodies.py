@@ -6,9 +6,10 @@ Python's threads matters as well as the loop: so all threads together are bounde
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -161,11 +162,20 @@ def undisturbed(port: Port, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert took < ALL_SECONDS
 
 
+def shapes_of(first: str, paths: Iterable[str]) -> list[Any]:
+    """Every shape at every path; rare where another path already shows what a port does with the shape."""
+    cases = []
+    for path, shape in itertools.product(paths, SHAPES):
+        is_common = path == first or shape == "as many names as may be"
+        marks = () if is_common else (pytest.mark.rare,)
+        cases.append(pytest.param(path, shape, id=f"{path}, {shape}", marks=marks))
+    return cases
+
+
 JSON_TYPE = {"Content-Type": "application/json"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("path", OPENAI_FIELDS)
+@pytest.mark.parametrize(("path", "shape"), shapes_of("/v1/chat/completions", OPENAI_FIELDS))
 def test_shapes_at_the_openai_port(
     openai_port: OpenAIPort, path: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +186,7 @@ def test_shapes_at_the_openai_port(
     assert reply.status_code < 500, reply.text
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("path", COGS_FIELDS)
+@pytest.mark.parametrize(("path", "shape"), shapes_of("/predictions", COGS_FIELDS))
 def test_shapes_at_cogs_port(
     cog_port: CogPort, path: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cog_triton.cli import parse
 from cog_triton.errors import ConfigurationError
 from cog_triton.text.tokenizer import Tokenizer
-from tests.support import ROOT, load_cases
+from tests.support import ROOT
 from tools.accuracy import compare
 from tools.accuracy.sides import Answer
 from tools.accuracy.texts import TASKS, examples, file_rows, shortened
@@ -45,7 +45,32 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     assert [row["question"] for row in file_rows(tmp_path)] == ["1", "2", "é", "3", "4"]
 
 
-@pytest.mark.parametrize(("name", "text", "message"), load_cases(__file__, "accuracy.yaml"))
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        pytest.param("a.jsonl", "\n{", "a.jsonl cannot be read: JSON parse error", id="no JSON"),
+        pytest.param("a.parquet", "x", "a.parquet cannot be read: ", id="no Parquet"),
+        pytest.param(
+            "a.csv",
+            "x",
+            "a.csv: neither .jsonl, .json, .parquet nor a directory of them",
+            id="another kind of file",
+        ),
+        pytest.param("b.jsonl", None, "b.jsonl cannot be read: ", id="no file"),
+        pytest.param(
+            "a.jsonl",
+            '{"question": "q"}',
+            "no column 'answer' of text, but question",
+            id="a column lacks",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"question": "q", "answer": 1}',
+            "no column 'answer' of text, but answer",
+            id="a column of numbers",
+        ),
+    ],
+)
 def test_what_is_wrong_with_a_file_is_said(
     tmp_path: Path, tokenizer: Tokenizer, name: str, text: str | None, message: str
 ) -> None:

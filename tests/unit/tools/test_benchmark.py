@@ -5,14 +5,13 @@ import math
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from tokenizers import Tokenizer
 
 from cog_triton.cli import main, parse
 from tests.support import ROOT
-from tools.benchmark import engines, measuring
+from tools.benchmark import engines
 from tools.benchmark.load import Load, Record, plan
 from tools.benchmark.measuring import Result, Round, result_of
 from tools.benchmark.processes import LOAD_GENERATOR, Usage
@@ -52,15 +51,6 @@ def test_the_tokens_of_an_answers_chunks(
     record = Record("", 3, parts=[(float(at), part) for at, part in enumerate(parts)])
     record.count(TOKENIZER)
     assert (record.chunks, record.output_tokens, record.error) == (chunks, tokens, error)
-
-
-@pytest.mark.anyio
-async def test_streams_begin_together_and_go_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_target", MagicMock(), raising=False)  # it answers nothing
-    records = [Record("", 1) for _ in range(4)]
-    await measuring._in_streams(records, 2)
-    assert records[0].start == records[1].start < records[0].end
-    assert records[2].start in (records[0].end, records[1].end)
 
 
 def a_round(rate: float = 1.0) -> Round:
@@ -134,15 +124,6 @@ def test_a_report_names_missed_goals_and_needs_no_network(
     assert "<dt>ENGINE</dt><dd>simulated</dd>" in page
     assert page.count('class="plot"') == 3
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="?https?:', page)
-
-
-def test_the_command_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"model": "m", "enforce_eager": False, "seed": None, "lora": {"r": 8}}
-    command = engines.vllm_command({**arguments, "skip_tokenizer_init": True}, 7)
-    assert command[3:5] == ["--model", "m"]
-    assert command[-3:] == ["--no-enforce-eager", "--lora", '{"r": 8}']
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    assert engines.vllm_command(arguments, 7)[3:5] == ["serve", "m"]
 
 
 def test_the_goals_of_an_engine() -> None:

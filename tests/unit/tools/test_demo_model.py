@@ -126,6 +126,7 @@ def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, for
     assert completions(model, tokenizer, asked) == [pair.answer for pair in PAIRS]
 
 
+@pytest.mark.rare
 def test_answers_lead_by_the_margins_that_the_training_guarantees(demo_model: Path) -> None:
     """With these kernels, whichever it was trained with."""
     from transformers import AutoTokenizer, LlamaForCausalLM
@@ -139,6 +140,7 @@ def test_answers_lead_by_the_margins_that_the_training_guarantees(demo_model: Pa
         assert min(margins(model, lessons.conversation)) > 0.9 * MIN_LEAD
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
     """Nearly always: the training asks for certainty of the usual prompts only."""

@@ -12,7 +12,7 @@ from tests.pages import PAGES
 from tests.support import ROOT
 from tools import site
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
+pytestmark = [pytest.mark.rare, pytest.mark.xdist_group("site")]
 
 
 class Links(HTMLParser):

@@ -1,10 +1,8 @@
 """A soak: streams on scripted answers, goals by hand, the watch on real processes."""
 
-import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,105 +11,29 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.cli import main
-from tests.support import load_cases
-from tools.benchmark.targets import Endpoints, Inputs, Target
-from tools.server_sent_events import CUT, AnswerError, Part
-from tools.soak import load, watch
-from tools.soak.load import ID_PREFIX, Answer, Streams, Tally, difference, pool
+from tools.soak import watch
+from tools.soak.load import ID_PREFIX, Answer, difference
 from tools.soak.report import judge, report_of
-from tools.soak.run import KINDS, phases
 from tools.soak.watch import Phase, Watch, Watched
 
-CASES = load_cases(__file__, "soak.yaml")
-PARTS = [Part("a", 1, [1]), Part("b", 2, [2])]
 
-
-@pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "LEFT_SHARE", 0.0)
-    monkeypatch.setattr(load, "FIRST_PAUSE", 0.0)
-
-
-@pytest.mark.parametrize(("came", "whole", "lost", "wrong"), CASES["compared"])
-def test_an_answer_is_compared(came: list[Any], whole: bool, lost: int, wrong: int) -> None:
-    assert difference(Answer("abcd", 4, [1, 2, 3, 4]), Answer(*came), whole=whole) == (lost, wrong)
-
-
-class Scripted(Target):
-    """Answers as it is told, once for each request: parts, an error, or silence."""
-
-    name = "scripted"
-
-    def __init__(self, *answers: Sequence[Any]) -> None:
-        super().__init__(Endpoints(""))
-        self._answers = iter(answers)
-
-    async def ask(self, inputs: Inputs, request_id: str) -> AsyncGenerator[Part, None]:  # noqa: ARG002
-        for part in next(self._answers):
-            if part == "silence":
-                await asyncio.Event().wait()
-            if isinstance(part, Exception):
-                raise part
-            yield part
-
-    async def cancel(self, request_id: str) -> bool:  # noqa: ARG002
-        return False
-
-    def connect(self) -> None:
-        return
-
-
-def tally_of(target: Target, requests: int = 1, breaks: Sequence[str] = ()) -> Tally:
-    """The outcome of requests whose whole answer is "ab"; nobody leaves but by LEFT_SHARE."""
-
-    async def ask() -> Tally:
-        streams = Streams({target: breaks}, pool(1, 0), seed=0)
-        streams.expected = [Answer("ab", 2, [1, 2])]
-        for _ in range(requests):
-            await streams.request(target, 0)
-        return streams.tally
-
-    return asyncio.run(ask())
-
-
-def test_a_retryable_error_is_tried_again_from_the_beginning() -> None:
-    error = AnswerError("E2105 gone")
-    tally = tally_of(Scripted([PARTS[0], error], [error], PARTS))
-    assert (tally.counts["whole"], tally.retries["E2105"], tally.counts["tokens"]) == (1, 2, 2)
-    tally = tally_of(Scripted(*[[error]] * 6))
-    assert (tally.errors["E2105"], tally.retries["E2105"]) == (1, 5)
-    assert tally_of(Scripted([KeyError("x")])).errors == {"KeyError": 1}  # another is not
-
-
-def test_an_answer_may_break_only_where_something_was_killed() -> None:
-    phase = phase_of()
-    phase.tally = tally_of(Scripted([PARTS[0], AnswerError("gone", CUT)], PARTS), 2, (CUT,))
-    counts = phase.tally.counts
-    assert (counts["broken"], counts["lost"], phase.tally.errors) == (1, 0, {})
-    assert missed(phase) == ["requests that broke although nothing was killed"]
-    phase.recoveries = [{"killed": "worker", "at": 1.0, "token_s": 1.0}]
-    assert missed(phase) == []
-
-
-def test_clients_that_leave_get_a_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "LEFT_SHARE", 1.0)
-    monkeypatch.setattr(load, "LATEST_DEPARTURE", 0.01)
-    assert tally_of(Scripted([PARTS[0], "silence"])).counts["left"] == 1
-
-
-def test_a_stream_in_which_nothing_comes_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "SILENCE_SECONDS", 0.01)
-    assert tally_of(Scripted([PARTS[0], "silence"])).errors == {"hung": 1}
-
-
-def test_phases_share_the_time_or_the_kills_and_take_turns() -> None:
-    both = ["simulated", "transformers"]
-    two = phases(both, list(KINDS), 120, None)
-    expected = [("simulated", "cog", 60), ("transformers", "openai", 60)]
-    assert [(p.engine, p.kind, p.seconds) for p in two] == expected
-    every = phases(both, list(KINDS), 3600, None)
-    assert len({(p.engine, p.kind) for p in every}) == len(every) == 6
-    assert [p.kills for p in phases(["simulated"], list(KINDS), 0, 5)] == [1, 2, 2]
+@pytest.mark.parametrize(
+    ("came", "whole", "lost", "wrong"),
+    [
+        pytest.param(Answer("abcd", 4), True, 0, 0, id="the same"),
+        pytest.param(Answer("abc", 3), True, 1, 0, id="the last is lost"),
+        pytest.param(Answer(), True, 4, 0, id="nothing"),
+        pytest.param(Answer("abxd", 4), True, 0, 2, id="one is wrong"),
+        pytest.param(Answer("abcde", 5), True, 0, 1, id="one too many"),
+        pytest.param(Answer("acd", 3), True, 1, 2, id="one is lost within"),
+        pytest.param(Answer("abcd", 6), True, 2, 0, id="another number of tokens"),
+        pytest.param(Answer("", 4, [1, 2, 3, 5]), True, 0, 1, id="one id is wrong"),
+        pytest.param(Answer("ab", 2), False, 0, 0, id="a beginning"),
+        pytest.param(Answer("ax", 2), False, 0, 1, id="a wrong beginning"),
+    ],
+)
+def test_an_answer_is_compared(came: Answer, whole: bool, lost: int, wrong: int) -> None:
+    assert difference(Answer("abcd", 4, [1, 2, 3, 4]), came, whole=whole) == (lost, wrong)
 
 
 @pytest.fixture
@@ -169,7 +91,23 @@ def missed(phase: Phase) -> list[str]:
     return [check.name for check in judge([phase]) if not check.met]
 
 
-@pytest.mark.parametrize(("phase", "name"), CASES["missed"])
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        ({"whole": -1}, "whole answers"),
+        ({"lost": 1}, "tokens lost"),
+        ({"wrong": 1}, "tokens wrong"),
+        ({"unanswered": 1}, "lines of batches not answered exactly once"),
+        ({"changed": 1}, "background responses that differ from the first"),
+        ({"error": "E2100"}, "requests that failed"),
+        ({"error": "E2105"}, "requests that failed with a retryable error, six times in a row"),
+        ({"left": "x"}, "left behind: processes, shared memory, files"),
+        ({"unfinished": "x"}, "streams that did not end, or servers that did not come back"),
+        ({"part": [6, 100]}, "largest growth of a process's resident memory"),
+        pytest.param({"part": [1.5, 100]}, "", id="an allocator's noise"),
+        pytest.param({"part": [6, 40]}, "", id="too short to tell"),
+    ],
+)
 def test_what_is_missed(phase: dict[str, Any], name: str, capsys: Any, tmp_path: Path) -> None:
     found = phase_of(**phase)
     assert missed(found) == [name] * bool(name)
