@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from cog_triton.api.cog.front import Front
 from cog_triton.api.cog.replicate import FILES_PATH, Replicate
-from cog_triton.api.openai import app, batches, completions, messages, pages, store
+from cog_triton.api.openai import app, calls, pages
+from cog_triton.api.openai.routes import messages, operation
 from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.web.origin import SAFE_METHODS
 
@@ -24,7 +25,7 @@ PASSED_ON = (
     *("PUT /trainings/{id}", "POST /trainings/{id}/cancel"),
 )
 LISTS = ("GET /v1/predictions", f"GET {FILES_PATH}")
-ROUTERS = (completions.router, store.router, batches.router, app.router, messages.router)
+ROUTERS = (*app.OPENAI_ROUTERS, messages.router)
 # The pages, and FastAPI's description of the API.
 OPENAI_PAGES = (
     "/",
@@ -92,8 +93,8 @@ def openai_routes() -> Iterator[tuple[str, Access]]:
     routes = [name for router in ROUTERS for name in names(router.routes)]
     for route in (*open_pages, *routes):
         path = route.partition(" ")[2]
-        who = ANYBODY if path in app.OPEN else WITH_KEY
-        if path == app.METRICS:
+        who = ANYBODY if path in calls.OPEN else WITH_KEY
+        if path == operation.METRICS:
             who = f"{WITH_KEY}, or with `OPENAI_OPEN_METRICS`"
         body = "JSON, `MAX_REQUEST_BYTES`"
         if route == "POST /v1/files":

@@ -2,22 +2,26 @@
 
     server.py      the lifecycle: in Cog's predictor, this process or several
     supervisor.py  the worker processes and their configuration; each of them runs workers.py
-    app.py         the application, its middleware, models and health
-    pages.py       the chat page, page.html, and the API's reference
-    served.py      its state; the record of each request, its figures and span
+    app.py         the application: its routes and its middleware
+    calls.py       the middleware: ids of requests, API keys, and the log
+    routes/        plain functions, a module per API, that call the packages below
     schemas/       what clients send, a module per API: each field with its type and bound
-    validation.py  JSON to one of these, and the error of what is wrong with it
+    body_route.py  bodies are read, and parsed off the event loop where they are large
+    validation.py  JSON to a class of schemas/, and the error of what is wrong with it
     chats/         a body of any API to the ``Request`` that the engine gets
     tool_calls/    a model's text to text, thoughts and calls
-    exchange.py    bodies are read, chunks to a response by the writer of an API
-    completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices; /tokenize
-    responses.py   the forms of /v1/responses; messages.py is Anthropic's /v1/messages
-    store.py       its routes: responses that are kept, and run in the background
-    storable.py    JSON as the journal keeps it; paging.py reads the query of a list
+    protocol/      what clients get: a writer of events and objects per API
+    errors.py      every error as a client reads it, in one table
+    served.py      the application's state; the record of each request, its figures and span
+    keys.py        API keys and their limits
+    pages.py       the chat page, page.html, and the API's reference
+    store.py       the routes of /v1/responses, which are kept, and run in the background
     batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
     journal.py     the SQLite file of all that is kept
-    keys.py        API keys and their limits
-    errors.py      the status and body of each error; apis.yaml has the tables of the APIs
+    storable.py    JSON as the journal keeps it; paging.py reads the query of a list
+
+A request goes down this list as far as ``protocol``: its body becomes a class of ``schemas``, that becomes
+a ``Request`` in ``chats``, and the answer's chunks become events in ``protocol``.
 
 May import everything but the other APIs. After a change: pytest tests/unit/api/openai
 tests/integration/test_openai*.py

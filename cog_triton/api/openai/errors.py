@@ -1,14 +1,33 @@
-"""HTTP status and body of each error: those of OpenAI's API, whose clients know them, and Anthropic's."""
+"""Every error as a client reads it: one table from types of errors to statuses and bodies.
+
+``FORMS`` has all that a route may raise, FastAPI's own errors included. The bodies have the form of
+OpenAI's API, whose clients know it, or of Anthropic's.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
-from cog_triton.errors import CogTritonError, prompt_too_long, shortened, shown
+from cog_triton.errors import (
+    ChatTemplateError,
+    CogTritonError,
+    JournalUnavailable,
+    PromptRequired,
+    PromptTooLong,
+    TritonOverloaded,
+    TritonUnavailable,
+    UserError,
+    prompt_too_long,
+    shortened,
+    shown,
+)
+from cog_triton.web.bodies import BadBody
 
 
 def table(name: str) -> Any:
@@ -16,13 +35,35 @@ def table(name: str) -> Any:
     return yaml.safe_load(Path(__file__).with_name(name).read_bytes())
 
 
-TABLES: dict[str, Any] = table("apis.yaml")
 INVALID = "invalid_request_error"
+SERVER_ERROR = "server_error"
 RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499
 MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
 PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
 LOGGED_CHARACTERS = 300  # of an error's text
+# Types of errors of Anthropic's API, by the status; the others are api_error.
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# The names that OpenAI's requests have for those in the texts of errors.
+_OPENAI_NAMES = {
+    "stop_sequences": "stop",
+    "log_probs": "logprobs",
+    "prompt_logprobs": "echo",
+    "adapter": "model",
+}
+# OpenAI's codes of requests that reach no route, by the status.
+_ROUTE_CODES = {404: "unknown_url", 405: "method_not_supported"}
 # What an error's text quotes of a request. A name of a model or a field is not of a prompt.
 _QUOTED = re.compile(r"(?P<quote>[\"'`])(?P<text>.*?)(?P=quote)", re.DOTALL)
 # In TensorRT-LLM's text, and in that of ``prompt_too_long``.
@@ -69,7 +110,7 @@ class ApiError(Exception):
         if not path.startswith(MESSAGES_PATH):
             names = ("message", "type", "param", "code")
             return {"error": {name: getattr(self, name) for name in names}}
-        kind = TABLES["message_errors"].get(self.status, "api_error")
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
         message = self.message if self.code != PROMPT_TOO_LONG else _anthropics_text(self.message)
         body = {"type": "error", "error": {"type": kind, "message": message}}
         return body if request_id is None else {**body, "request_id": request_id}
@@ -87,23 +128,103 @@ def _logged_quotation(found: re.Match[str]) -> str:
     return found[0] if _NAME_LIKE.fullmatch(found["text"]) else f"{found['quote']}…{found['quote']}"
 
 
-def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
-    """Return an error as a client reads it; for the names of fields see ``Body.names``."""
-    rows = (TABLES["errors"].get(kind.__name__) for kind in type(error).__mro__)
-    status, kind, code, about_prompt = next(row for row in rows if row)
-    retry = max(1, round(getattr(error, "retry_after", RETRY_SECONDS)))
-    headers = {"Retry-After": str(retry)} if error.retryable else {}
-    # The fields that the text may name, the likeliest first.
-    named = [TABLES["renamed"].get(name, name) for name in _NAMES.findall(error.message)]
-    message = error.message
-    if about_prompt:
-        named = ["prompt"]
-        if counts := _TOKEN_COUNTS.search(message):
+@dataclass(frozen=True)
+class Asked:
+    """What the request of an error asked for.
+
+    Attributes:
+        names: the fields of its body, see ``RequestBody.names``.
+        route: its method and path.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    route: str = ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How clients read the errors of a class; without a ``code``, by that of the class."""
+
+    status: int
+    type: str
+    code: str | None = None
+    about_prompt: bool = False  # the prompt is at fault, whatever the text names
+
+    def __call__(self, error: CogTritonError, asked: Asked) -> ApiError:
+        headers = {}
+        if error.retryable:
+            seconds = max(1, round(getattr(error, "retry_after", RETRY_SECONDS)))
+            headers["Retry-After"] = str(seconds)
+        message = error.message
+        counts = _TOKEN_COUNTS.search(message) if self.about_prompt else None
+        if counts:
             message = prompt_too_long(int(counts["tokens"]), int(counts["limit"])).message
-    elif _GUIDE.search(error.message):
-        named.insert(0, "guide")
-    param = next((names[name] for name in named if name in names), None) if status == 400 else None
-    return ApiError(status, message, kind, param, code or error.code, headers)
+        param = self._field_at_fault(error.message, asked.names) if self.status == 400 else None
+        return ApiError(self.status, message, self.type, param, self.code or error.code, headers)
+
+    def _field_at_fault(self, message: str, names: Mapping[str, str]) -> str | None:
+        """Return the field of the body that a message is about, if it is known."""
+        if self.about_prompt:
+            return names.get("prompt")
+        # The fields that the text may name, the likeliest first.
+        named = [_OPENAI_NAMES.get(name, name) for name in _NAMES.findall(message)]
+        if _GUIDE.search(message):
+            named.insert(0, "guide")
+        return next((names[name] for name in named if name in names), None)
+
+
+def _same(error: ApiError, _asked: Asked) -> ApiError:
+    return error
+
+
+def _of_route(error: HTTPException, asked: Asked) -> ApiError:
+    """Return the error of a request that no route takes."""
+    text = f"{error.detail} ({asked.route})"
+    if error.status_code == 404:
+        text = f"Invalid URL ({asked.route})"
+    code = _ROUTE_CODES.get(error.status_code)
+    return ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
+
+
+def _of_parameter(error: RequestValidationError, _asked: Asked) -> ApiError:
+    """Return FastAPI's own refusal, of a parameter of the path or the query."""
+    problem = error.errors()[0]
+    name = str(problem["loc"][-1])
+    return invalid(f"{shown(name)}: {problem['msg']}", name, "invalid_value")
+
+
+def _of_body(error: BadBody, _asked: Asked) -> ApiError:
+    return invalid(f"the body {error}")
+
+
+def _internal(_error: Exception, _asked: Asked) -> ApiError:
+    return ApiError(500, "internal error; see the server's log", SERVER_ERROR)
+
+
+# The form of an error is that of its class, or else of the nearest of its bases.
+FORMS: Mapping[type[Exception], Callable[[Any, Asked], ApiError]] = {
+    ApiError: _same,
+    HTTPException: _of_route,
+    RequestValidationError: _of_parameter,
+    BadBody: _of_body,
+    PromptTooLong: Form(400, INVALID, PROMPT_TOO_LONG, about_prompt=True),
+    PromptRequired: Form(400, INVALID, about_prompt=True),
+    ChatTemplateError: Form(400, INVALID, about_prompt=True),
+    UserError: Form(400, INVALID),
+    TritonOverloaded: Form(429, "requests", "rate_limit_exceeded"),
+    TritonUnavailable: Form(503, SERVER_ERROR),
+    JournalUnavailable: Form(503, SERVER_ERROR),
+    CogTritonError: Form(500, SERVER_ERROR),
+    Exception: _internal,
+}
+# These are answered by FastAPI's handlers; what else is raised is a mistake of this server's.
+HANDLED = tuple(kind for kind in FORMS if kind is not Exception)
+
+
+def api_error(error: Exception, asked: Asked | None = None) -> ApiError:
+    """Return any error as a client reads it."""
+    form = next(FORMS[kind] for kind in type(error).__mro__ if kind in FORMS)
+    return form(error, asked or Asked())
 
 
 def invalid(

@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 
 from cog_triton.adapters.directory import adapter_names
-from cog_triton.api.openai.errors import RETRY_SECONDS, TABLES, ApiError
+from cog_triton.api.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.api.openai.journal import Journal
 from cog_triton.api.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.api.openai.pacing import Rounds
@@ -225,7 +225,17 @@ def begin_span(tracer: Any, headers: Headers) -> Callable[[Call], object]:
 
 
 def attributes(call: Call) -> dict[str, Any]:
-    values = {name: getattr(call, field) for name, field in TABLES["span"].items()} | {
+    """Return the attributes of a request's span, by OpenTelemetry's conventions."""
+    values = {
+        "gen_ai.request.model": call.model,
+        "gen_ai.response.model": call.model,
+        "gen_ai.response.finish_reasons": call.finish_reasons,
+        "gen_ai.usage.input_tokens": call.input_tokens,
+        "gen_ai.usage.output_tokens": call.output_tokens,
+        "gen_ai.response.time_to_first_chunk": call.first_token,
+        "http.response.status_code": call.status,
+        "url.path": call.path,
+        "cog_triton.request_id": call.id,
         "gen_ai.operation.name": "text_completion" if call.path == "/v1/completions" else "chat",
         "gen_ai.provider.name": SERVICE,
         "error.type": call.error or (str(call.status) if call.status >= 400 else None),

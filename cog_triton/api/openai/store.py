@@ -25,14 +25,15 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.api.openai import exchange
-from cog_triton.api.openai import responses as forms
 from cog_triton.api.openai.chats import from_responses
 from cog_triton.api.openai.chats.turn import Turn, chat_turn
-from cog_triton.api.openai.errors import TABLES, ApiError, invalid, table
+from cog_triton.api.openai.errors import ApiError, invalid, table
 from cog_triton.api.openai.journal import Counted, Jobs, NoRoom
 from cog_triton.api.openai.keys import ANYBODY
 from cog_triton.api.openai.paging import page_limit, page_order, unknown_cursor
-from cog_triton.api.openai.responses import ResponseWriter
+from cog_triton.api.openai.protocol import events
+from cog_triton.api.openai.protocol import responses as forms
+from cog_triton.api.openai.protocol.responses import ResponseWriter
 from cog_triton.api.openai.schemas.responses import ITEMS, ResponsesBody
 from cog_triton.api.openai.served import CURRENT, Call, Served, current
 from cog_triton.api.openai.storable import no_room, stored
@@ -541,4 +542,4 @@ async def _response(row: Any) -> Response:
 
 
 def _streamed(store: Store, id: str, after: int = -1) -> Response:
-    return StreamingResponse(store.events(id, after), headers=TABLES["event_stream"])
+    return StreamingResponse(store.events(id, after), headers=events.HEADERS)

@@ -4,13 +4,28 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from cog_triton.api.openai.errors import TABLES, ApiError, invalid
+from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.api.openai.schemas.base import JsonObject
 from cog_triton.api.openai.served import Served
 from cog_triton.errors import shown
 from cog_triton.web import bodies
 
 NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+# OpenAI's codes of errors by pydantic's types; the others are invalid_type.
+CODES = {
+    "missing": "missing_required_parameter",
+    "literal_error": "invalid_value",
+    "union_tag_invalid": "invalid_value",
+    "string_pattern_mismatch": "invalid_value",
+    "greater_than_equal": "{kind}_below_min_value",
+    "greater_than": "{kind}_below_min_value",
+    "less_than_equal": "{kind}_above_max_value",
+    "less_than": "{kind}_above_max_value",
+    "too_short": "empty_array",
+    "too_long": "array_above_max_length",
+    "string_too_short": "empty_string",
+    "string_too_long": "string_above_max_length",
+}
 _Body = TypeVar("_Body", bound=JsonObject)
 
 
@@ -42,37 +57,48 @@ def parsed(raw: bytes) -> Any:
 
 def body_error(error: ValidationError, value: Any) -> ApiError:
     """Return the first of the most specific problems of a body, in the manner of OpenAI's errors."""
-    found = error.errors(include_url=False)
-    if not found[0]["loc"]:
-        return invalid(f"the name of a field of the body: {found[0]['msg']}")
-    # Of a field with several types, each that does not fit has a problem.
-    place, problem = max(
-        ((_place(problem, value), problem) for problem in found),
-        key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0])),
+    problems = error.errors(include_url=False)
+    if not problems[0]["loc"]:
+        return invalid(f"the name of a field of the body: {problems[0]['msg']}")
+    # A field with several types has a problem for each of them. The deepest one is that of the type which
+    # was meant; of those, one about a value says more than one about its type.
+    problem = max(
+        problems,
+        key=lambda problem: (not problem["type"].endswith("_type"), len(_place(problem, value))),
     )
-    where = place[0] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
-    given = problem["input"]
-    number = "integer" if isinstance(given, int) else "decimal"
-    code = TABLES["codes"].get(problem["type"], "invalid_type").format(number)
+    first, *rest = _place(problem, value)
+    where = first + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in rest)
+    wrong = problem["input"]
+    kind = "integer" if isinstance(wrong, int) else "decimal"
+    code = CODES.get(problem["type"], "invalid_type").format(kind=kind)
     if problem["type"] == "missing":
         return invalid(f"you must provide {where}", where, code)
     if problem["type"] == "too_long":
-        most = problem["ctx"]["max_length"]
-        return invalid(f"{where} must have at most {most} items", where, code)
-    kinds: dict[type, str] = {dict: "an object", list: "a list"}
-    kind = kinds.get(type(given)) or shown(given)
+        limit = problem["ctx"]["max_length"]
+        return invalid(f"{where} must have at most {limit} items", where, code)
     text = f"{where}: {problem['msg']}"
-    return invalid(f"{text}, not {kind}", where, code, log_message=text)
+    return invalid(f"{text}, not {_described(wrong)}", where, code, log_message=text)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return shown(value)
 
 
 def _place(problem: Any, value: Any) -> list[Any]:
     """Return the path in the body; pydantic's has names of types in it, which the body has not."""
-    place: list[Any] = []
     *path, last = problem["loc"]
-    for step in path if problem["type"] == "missing" else (*path, last):
+    is_missing = problem["type"] == "missing"
+    place: list[Any] = []
+    for step in path if is_missing else (*path, last):
         try:
             value = value[step]
         except (TypeError, LookupError):
             continue
         place.append(step)
-    return [*place, last] if problem["type"] == "missing" or not place else place
+    if is_missing or not place:
+        place.append(last)
+    return place

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai import exchange, validation
+from cog_triton.api.openai import body_route, validation
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.web import bodies
@@ -103,7 +103,7 @@ def test_a_large_body_is_validated_beside_the_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return validated(*args)
 
-    monkeypatch.setattr(f"{exchange.__name__}.validated", noted)
+    monkeypatch.setattr(f"{body_route.__name__}.validated", noted)
     for more in ({}, fields):
         backend = Backend(*CHUNKS, template="tools <tool_call>")
         backend.context_length = 100_000

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai import exchange
-from cog_triton.api.openai.completions import DETOKENIZED, ChoiceWriter
+from cog_triton.api.openai.protocol.answering import MOST_VALUES_ON_LOOP
+from cog_triton.api.openai.protocol.choices import ChoiceWriter
+from cog_triton.api.openai.protocol.log_probs import chat_log_probs
+from cog_triton.api.openai.routes.tokens import DETOKENIZED
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
 from tests.unit.api.openai.support import TEXT, Backend, Tokenizer, post, talkative
@@ -16,7 +18,7 @@ TOP = tuple((97 + place, -1.0) for place in range(20))
 
 @pytest.mark.parametrize(
     ("tokens", "on_loop"),
-    [(1, True), (exchange.MOST_VALUES_ON_LOOP, False)],
+    [(1, True), (MOST_VALUES_ON_LOOP, False)],
     ids=["small", "large"],
 )
 def test_a_large_answer_is_made_off_the_event_loop(
@@ -47,7 +49,7 @@ def test_the_text_of_a_token_is_made_once() -> None:
             return super().decode(ids)
 
     tokenizer: Any = Counting("")
-    entries = exchange.chat_log_probs(tokenizer, [TokenLogProb(97, -1.0, TOP)] * 3)
+    entries = chat_log_probs(tokenizer, [TokenLogProb(97, -1.0, TOP)] * 3)
     assert [entry["token"] for entry in entries] == ["a"] * 3
     assert len(asked) == len(TOP)
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
-from cog_triton.api.openai.errors import ApiError, api_error, invalid
-from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.api.openai.errors import ApiError, Asked, api_error, invalid
+from cog_triton.errors import InvalidParameter, JournalUnavailable, PromptTooLong
+from cog_triton.web.bodies import BadBody
 from tests.unit.api.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -266,3 +269,23 @@ def test_a_long_prompt_is_refused_in_the_words_that_clients_look_for() -> None:
     assert refused.message == (
         "the prompt has 70 tokens, but this model's maximum context length is 63 tokens, excluding output"
     )
+
+
+def test_the_table_of_errors_has_all_that_a_route_may_raise() -> None:
+    """FastAPI's errors, those of bodies, and this package's; the nearest base has the form."""
+    asked = Asked({"prompt": "messages", "temperature": "temperature"}, "GET /nowhere")
+    parameter = RequestValidationError([{"loc": ("query", "limit"), "msg": "is wrong"}])
+    expected: list[tuple[Exception, int, str | None, str | None]] = [
+        (HTTPException(404), 404, "unknown_url", None),
+        (HTTPException(405), 405, "method_not_supported", None),
+        (parameter, 400, "invalid_value", "limit"),
+        (BadBody("is too deep"), 400, None, None),
+        (InvalidParameter("temperature is too high"), 400, "E1103", "temperature"),
+        (PromptTooLong("too long"), 400, "context_length_exceeded", "messages"),
+        (JournalUnavailable("full"), 503, "E2107", None),
+        (KeyError("secret"), 500, None, None),
+    ]
+    for error, status, code, param in expected:
+        refused = api_error(error, asked)
+        assert (refused.status, refused.code, refused.param) == (status, code, param), error
+        assert "secret" not in refused.message
