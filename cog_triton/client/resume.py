@@ -194,7 +194,7 @@ class ResumingClient:
                         raise errors.TritonUnavailable(TWO_ENDED) from error
                     suspect = not answered.is_set() and (died or suspect)
                     self.retries += 1
-                    text = "request %s is tried again after %d tokens: %s"
+                    text = "resuming request %s after %d tokens: %s"
                     logger.warning(text, request_id, len(ids), error)
         yield Response([], None, final=True, keeps_end_token=output.keeps_end_token)
 

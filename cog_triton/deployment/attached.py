@@ -211,11 +211,14 @@ class TextDeployment(Deployment):
     def _inputs(self, request: Request) -> Inputs:
         """Return a request's inputs, under the ensemble's names and with the words that it demands."""
         request = without_bos(request, self.tokenizer)  # the ensemble's preprocessing adds it
-        gives = "this Triton's ensemble returns text"
         if request.stop_token_ids:
-            raise InvalidParameter(f"stop_token_ids must be empty: {gives}")
+            raise InvalidParameter(
+                "stop_token_ids is not supported, because this Triton's ensemble returns only text"
+            )
         if not request.skip_special_tokens:
-            raise InvalidParameter(f"skip_special_tokens must be true: {gives} without them")
+            raise InvalidParameter(
+                "skip_special_tokens must be true, because this Triton's ensemble removes special tokens"
+            )
         for name in request_parameters(request):
             if name != ADD_SPECIAL_TOKENS:  # which it does
                 raise InvalidParameter(f"{name} is not supported by this Triton's ensemble")
@@ -245,6 +248,8 @@ def address_of(endpoint: str) -> str:
     """Return the host:port of a URL, or of itself."""
     parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
-        text = "must be a URL such as http://localhost:8001, with the port of Triton's gRPC"
-        raise ConfigurationError(f"--triton-endpoint {shown_url(endpoint)} {text}")
+        raise ConfigurationError(
+            f"--triton-endpoint {shown_url(endpoint)} is not valid: it must be a URL with Triton's gRPC "
+            "port, such as http://localhost:8001"
+        )
     return parts.netloc.rpartition("@")[2]

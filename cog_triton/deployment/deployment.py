@@ -94,8 +94,8 @@ class Deployment:
         preparation.check_files(values["tensorrt_llm"])
         if preparation.is_limited_by_preprocessing(values["tensorrt_llm"]) and not own:
             raise ConfigurationError(
-                "MAX_SEQUENCE_LENGTH needs this project's preprocessing, and TRITON_MODEL_REPO has "
-                "another; build the engine with a smaller max_seq_len instead"
+                "MAX_SEQUENCE_LENGTH requires this project's preprocessing model, but TRITON_MODEL_REPO "
+                "has a different one; build the engine with a smaller max_seq_len instead"
             )
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
@@ -213,9 +213,9 @@ def queue_metrics(admission: Admission) -> "CollectorRegistry":
     from prometheus_client import CollectorRegistry, Counter, Histogram  # few setups need it
 
     registry = CollectorRegistry()
-    text = "Seconds that requests waited for a slot."
+    text = "Time that requests waited for a slot, in seconds."
     queued = Histogram("cog_triton_queue_seconds", text, buckets=QUEUE_SECONDS, registry=registry)
-    text = "Requests, by their outcome at the queue."
+    text = "Requests that reached the queue, by outcome."
     requests = Counter("cog_triton_requests", text, ["outcome"], registry=registry)
 
     def observe(outcome: Outcome, seconds: float) -> None:
@@ -239,8 +239,8 @@ async def served_metrics(
 
     port, registry = settings.predictor_metrics_port or 0, queue_metrics(admission)
     for name, text, value in (
-        ("requests_running", "Requests that have a slot.", lambda: admission.running),
-        ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),
+        ("requests_running", "Requests that are running.", lambda: admission.running),
+        ("requests_waiting", "Requests that are waiting for a slot.", lambda: admission.waiting),
         ("restarts", "Restarts of tritonserver.", lambda: supervisor.restarts),
     ):
         Gauge(f"cog_triton_{name}", text, registry=registry).set_function(value)

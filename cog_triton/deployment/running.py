@@ -55,7 +55,7 @@ class RunningServer:
         try:
             await self._generate()
         except errors.UserError as error:
-            raise ConfigurationError(f"the first request was refused: {error.message}") from error
+            raise ConfigurationError(f"the warm-up request was refused: {error.message}") from error
         self._patience = max(PROBE_SECONDS, 10 * (time.monotonic() - began))
 
     async def ended(self) -> str:
@@ -65,7 +65,7 @@ class RunningServer:
             silence = self.client.silence()
             if not hang and self.hang_timeout and silence > self.hang_timeout:
                 hang = (
-                    f"Triton hangs: requests run, but none has had a response for {silence:.0f} s"
+                    f"Triton hangs: no running request has received a response for {silence:.0f} s"
                 )
                 logger.error("%s", hang)
                 self.server.kill()
@@ -141,14 +141,14 @@ class Supervisor:
                 return server
             if server is None and self.failure is not None:
                 raise TritonUnavailable(
-                    f"Triton failed too often and is not being restarted: {self.failure}"
+                    f"Triton failed too often and will not be restarted: {self.failure}"
                 )
             limit = timeout if server is None else min(NOTICE_SECONDS, timeout)
             left = began + limit - clock()
             if left <= 0:
                 if server is not None:
                     return server
-                raise TritonUnavailable(f"Triton was not back after {timeout:g} s")
+                raise TritonUnavailable(f"Triton did not come back within {timeout:g} s")
             # Not wait_for, which before Python 3.12 continues when it is cancelled at the very moment of
             # the change: a request whose client is gone would run on the next server.
             await asyncio.wait([self._changed], timeout=left)
@@ -160,7 +160,7 @@ class Supervisor:
         while not policy.gives_up:
             if reason:
                 pause = f" in {policy.pause:g} s" if policy.pause else ""
-                logger.warning("starting Triton again%s", pause)
+                logger.warning("restarting Triton%s", pause)
                 await asyncio.sleep(policy.pause)
             try:
                 reason = await self._run_one()
@@ -196,7 +196,7 @@ class Supervisor:
         """Tell those that wait for a server that there will be none; end the process if it is to end."""
         self.failure = reason.splitlines()[0]
         logger.error(
-            "not restarting Triton: it ended %d times within %g s",
+            "not restarting Triton: it failed %d times within %g s",
             *(self.policy.recent, self.settings.restart_window),
         )
         if self.settings.exit_on_failure:  # at once: what watches the process starts another

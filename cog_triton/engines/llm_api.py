@@ -33,7 +33,9 @@ class TensorrtLlmEngine(library.LibraryEngine):
 
         self._version = version = tensorrt_llm.__version__
         if Version(version) < Version("1.1.0.dev0"):
-            raise ValueError(f"the engine llmapi needs TensorRT-LLM 1.1 or later, not {version}")
+            raise ValueError(
+                f"ENGINE=llmapi requires TensorRT-LLM 1.1 or later, but {version} is installed"
+            )
         super().__init__(parameters, loading_arguments(parameters))
 
     def load(self, arguments: library.Arguments) -> None:
@@ -42,8 +44,8 @@ class TensorrtLlmEngine(library.LibraryEngine):
         self._forgetful = is_forgetful(self._version, arguments)
         if self._forgetful:
             logger.warning(
-                "the default sampler of TensorRT-LLM %s ignores seeds: the same seed may give another "
-                "text. Penalties and bad words are refused. To have them, %s",
+                "the default sampler of TensorRT-LLM %s ignores seeds, so output is not reproducible, and "
+                "penalties and bad words, so requests with them are refused; to use them, %s",
                 *(self._version, REMEDY),
             )
         self._llm = LLM(**arguments)
@@ -57,8 +59,10 @@ class TensorrtLlmEngine(library.LibraryEngine):
         asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
         # An ignored one changes the answer unnoticed. A seed comes with every request, mostly unasked for.
         if self._forgetful and asked:
-            text = f"the default sampler of TensorRT-LLM {self._version} does not support"
-            raise EngineError(f"{text} {', '.join(asked)}, and would ignore it; {REMEDY}")
+            raise EngineError(
+                f"the default sampler of TensorRT-LLM {self._version} does not support "
+                f"{', '.join(asked)}; {REMEDY}"
+            )
         return SamplingParams(**sampling_arguments(request))
 
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
@@ -112,7 +116,9 @@ def context_length(arguments: library.Arguments, llm: Any) -> int:
         config = library.model_config(arguments)
         known = config.get("text_config", config).get("max_position_embeddings")
     if known is None:
-        raise ValueError(f"the configuration of {arguments['model']} does not say; set max_seq_len")
+        raise ValueError(
+            f"the configuration of {arguments['model']} does not state its context length; set max_seq_len"
+        )
     return int(known)
 
 
@@ -146,8 +152,10 @@ def sampling_arguments(request: GenerationRequest) -> library.Arguments:
         arguments["top_k"] = 1  # means greedy in all releases; a temperature or top_p of 0 does not
     bad_words = [word for word in request.sampling.bad_words if word]
     if several := [list(word) for word in bad_words if len(word) > 1]:
-        text = "TensorRT-LLM's LLM API does not support bad words of several tokens"
-        raise EngineError(f"{text}, such as token ids {several[0]}")
+        raise EngineError(
+            "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token ids "
+            f"{several[0]}"
+        )
     if bad_words:
         arguments["bad_token_ids"] = [word[0] for word in bad_words]
     if request.return_log_probs:

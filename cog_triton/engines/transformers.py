@@ -46,8 +46,8 @@ def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
     if problem is None:
         return TransformersEngine(model, parameters)
     logger.warning(
-        "the %s model %s, which transformers' continuous batching cannot run: requests run one after the "
-        "other (ENGINE=vllm may run them together)",
+        "the %s model %s, which transformers' continuous batching does not support: requests run one at "
+        "a time (ENGINE=vllm may be able to batch them)",
         *(model.config.model_type, problem),
     )
     return SequentialEngine(model, parameters)
@@ -215,7 +215,7 @@ def batching_config(model: Any, context_length: int, parameters: Mapping[str, st
         blocks = int(tokens) // page
         if blocks < sequence_blocks:
             raise ValueError(
-                f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {context_length} "
+                f"max_tokens_in_paged_kv_cache={tokens} is too small for a sequence of {context_length} "
                 f"tokens; the minimum is {sequence_blocks * page}"
             )
     elif on_cpu:

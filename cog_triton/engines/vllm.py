@@ -89,8 +89,8 @@ class VllmEngine(library.LibraryEngine):
             config.resuming = vllm_resume.install()
         else:
             logger.warning(
-                "tensorrt_llm: after a restart, answers with guides fail, and others forget their seed "
-                "and penalties: the internals of this release of vLLM differ: %s",
+                "tensorrt_llm: this release of vLLM has different internals, so after a restart, answers "
+                "with structured output fail, and others lose their seed and penalties: %s",
                 problem,
             )
         executor = Executor.get_class(config)
@@ -218,9 +218,10 @@ def on_device(arguments: library.Arguments, *, cpu: bool) -> library.Arguments:
         arguments = {"enforce_eager": True, **arguments}
     elif arguments.get("enable_lora"):
         if arguments.get("dtype") in ("float32", "float"):
-            text = "vLLM applies adapters on a GPU in float16 or bfloat16 (auto takes one of them)"
-            problem = "dtype float32 cannot be combined with lora_prefetch_dir"
-            raise ValueError(f"tensorrt_llm: {problem}: {text}")
+            raise ValueError(
+                "tensorrt_llm: dtype float32 cannot be combined with lora_prefetch_dir: on a GPU, vLLM "
+                "supports adapters only in float16 or bfloat16"
+            )
         return arguments
     if "dtype" not in arguments:
         config = library.model_config(arguments)

@@ -252,9 +252,9 @@ class TritonPythonModel:
         # On Triton's metrics endpoint. All of it is dropped as this returns, while the stub still has its
         # shared memory: a metric that it drops later ends it by a segfault.
         family, name = stub.pb_utils.MetricFamily, "cog_triton_engine_"
-        tokens = family(f"{name}tokens", "Tokens by what happened to them", family.COUNTER)
-        requests = family(f"{name}requests", "Requests by how they ended", family.COUNTER)
-        active = family(f"{name}active_requests", "Requests that run or wait", family.GAUGE)
+        tokens = family(f"{name}tokens", "Tokens generated and tokens sent", family.COUNTER)
+        requests = family(f"{name}requests", "Finished requests, by outcome", family.COUNTER)
+        active = family(f"{name}active_requests", "Running and waiting requests", family.GAUGE)
         metrics = {"active": active.Metric(labels={})}
         for kind in ("generated", "served"):
             metrics[kind] = tokens.Metric(labels={"kind": kind})

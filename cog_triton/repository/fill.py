@@ -62,18 +62,20 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
         ConfigurationError: ``destination`` is not empty, or is inside ``source``.
     """
     if source.resolve() in (destination.resolve(), *destination.resolve().parents):
-        raise ConfigurationError(f"{destination}: inside of the templates' directory {source}")
+        raise ConfigurationError(
+            f"{destination} must not be inside the templates' directory {source}"
+        )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigurationError(f"{destination}: must be new or an empty directory")
+        raise ConfigurationError(f"{destination} must not exist or must be an empty directory")
     templates = {p.parent.name: read_template(p) for p in sorted(source.glob(f"*/{CONFIG}"))}
     if not templates:
-        raise TemplateError(f"{source}: no <model>/{CONFIG} in it")
+        raise TemplateError(f"{source} contains no <model>/{CONFIG}")
     for model in TABLES.optional_models - overrides.keys():
         templates.pop(model, None)
     problems = []
     for model in sorted(overrides.keys() - templates.keys()):
         if model in TABLES.optional_models:
-            logger.warning("%s: has no effect: the repository has no such model", model)
+            logger.warning("%s has no effect: the repository has no such model", model)
         else:
             problems.append(f"{model}: no such model in the repository{_suggest(model, templates)}")
     configs = _render_all(templates, overrides, problems)
@@ -142,9 +144,9 @@ def unmet_needs(model: str, config: Any) -> list[str]:
         ):
             logger.warning(
                 "%s: with batch_scheduler_policy max_utilization and without enable_chunked_context, "
-                "TensorRT-LLM refuses a streamed request whose prompt and max_tokens less 1 exceed the "
-                "engine's max_input_len: set enable_chunked_context to true, take guaranteed_no_evict, "
-                "or build the engine with max_input_len equal to max_seq_len",
+                "TensorRT-LLM refuses streamed requests whose prompt tokens plus max_tokens - 1 exceed the "
+                "engine's max_input_len; set enable_chunked_context to true, use guaranteed_no_evict, or "
+                "build the engine with max_input_len equal to max_seq_len",
                 model,
             )
         met = values.keys() & {"gpt_model_path", "encoder_model_path"}
@@ -198,7 +200,7 @@ def _render(model: str, template: str, given: Values, problems: list[str]) -> An
         try:
             texts[name] = variables[current].render(values.get(current))
         except KeyError:
-            unknown = "the template uses it, but there is no such variable"
+            unknown = "the template uses an unknown variable"
             problems.append(f"{model}: ${{{name}}}: {unknown}" + _suggest(name, variables))
         except ValueError as error:
             problems.append(f"{model}: {name}: {error}")
@@ -235,7 +237,7 @@ def _current_names(model: str, values: Values, problems: list[str]) -> dict[str,
         if _is_empty(current.get(new)):
             current[new] = value
         elif not known(model)[new].same(value, current[new]):
-            problems.append(f"{model}: {new}: also given, with another value, as {old}")
+            problems.append(f"{model}: {new} and its old name {old} have different values")
     for name, renamed in TABLES.renamed_values.get(model, {}).items():
         if name in current:
             current[name] = renamed.get(str(current[name]), current[name])
@@ -254,7 +256,7 @@ def _problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> lis
         if inner.max_batch_size < config.max_batch_size:
             problems.append(
                 f"{step.model_name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
-                f"{config.max_batch_size} of {model}, which has it as a step; set both to the same value"
+                f"{config.max_batch_size} of {model}, which calls it; set both to the same value"
             )
         for kind in ("input", "output"):
             there = {tensor.name for tensor in getattr(inner, kind)}
@@ -262,7 +264,7 @@ def _problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> lis
                 problems.append(f"{model}: step {step.model_name} has no {kind} {tensor}")
     # Triton does not fail on this: it waits permanently for the model's process, which has ended.
     if config.backend == "python" and not any(directory.glob("*/model.py")):
-        problems.append(f"{model}: no version of it has a model.py")
+        problems.append(f"{model}: none of its versions contains a model.py")
     return problems
 
 

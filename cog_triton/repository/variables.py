@@ -139,7 +139,7 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     where, server, outer = "server", document.get("server"), document.get("instantiate")
     if isinstance(outer, dict) and "server" in outer:
         if server is not None:
-            raise ConfigurationError(f"{path}: give server or instantiate.server, not both")
+            raise ConfigurationError(f"{path}: use server or instantiate.server, not both")
         where, server = "instantiate.server", outer["server"]
     for model in document.keys() & VARIABLES.keys():
         logger.warning("%s: %s is ignored; it belongs under server", path, model)
@@ -147,7 +147,9 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     for model, entry in _mapping(server, path, where).items():
         entry = _mapping(entry, path, f"{where}.{model}")
         for key in entry.keys() - {"args"}:
-            raise ConfigurationError(f"{path}: {where}.{model}.{key}: only args is known here")
+            raise ConfigurationError(
+                f"{path}: {where}.{model}.{key}: unknown key; only args is allowed here"
+            )
         args = _mapping(entry.get("args"), path, f"{where}.{model}.args")
         values[str(model)] = {str(name): value for name, value in args.items()}
     return values

@@ -50,8 +50,9 @@ class TextLimits:
     def check(self, what: str, characters: int) -> None:
         """Refuse a text with more characters than the context's tokens can stand for: PromptTooLong."""
         if characters > self.characters:
-            limit = f"the limit is {self.characters}{self.source}"
-            raise PromptTooLong(f"{what} has {characters} characters; {limit}")
+            raise PromptTooLong(
+                f"{what} has {characters} characters; the limit is {self.characters}{self.source}"
+            )
 
 
 def parse_json(name: str, text: str, kind: type[T]) -> T:
@@ -77,6 +78,7 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
     stop sequences make it is an InvalidParameter.
     """
     if text is not None and len(text) > STOP_TEXT_CHARACTERS:
-        most = f"at most {STOP_TEXT_CHARACTERS} characters"
-        raise InvalidParameter(f"{name} must be a list of {most}, not {len(text)}")
+        raise InvalidParameter(
+            f"{name} must have at most {STOP_TEXT_CHARACTERS} characters, not {len(text)}"
+        )
     return tuple(_ESCAPED.sub(r"\1", piece) for piece in _STOP.findall(text or ""))

@@ -39,11 +39,9 @@ SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENTS = Path("/tmp")  # fixed in Triton's Python backend
 ENVIRONMENT_SECONDS = 60.0  # from a tritonserver's start until it makes its directory there
 PREFIX, LOCK = "cog_triton_", "lock"
-RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
-STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
-GIVEN_UP = (
-    "its process got no CPU time for a second while it loaded, and tritonserver gave up on it"
-)
+RANK_ENDED = "tritonserver of rank {rank} ended unexpectedly with status {status}"
+STUB_ENDED = "the process of model {model} ended unexpectedly with status {status}"
+GIVEN_UP = "its process got no CPU time for a second while loading, so tritonserver gave up on it"
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
 STOP, KILL = b"s", b"k"
 LOOK_SECONDS = 0.2  # between two looks at the server's processes
@@ -287,7 +285,7 @@ def sweep() -> None:
         with contextlib.suppress(OSError), file.open("rb") as lock:
             if os.fstat(lock.fileno()).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                text = "removing what a killed server left behind (%s)"
+                text = "cleaning up after a killed server (%s)"
                 logging.getLogger("tritonserver").warning(text, file.name)
                 remove(file.name.removesuffix(LOCK), os.fsdecode(lock.read()))
 

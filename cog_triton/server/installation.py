@@ -39,11 +39,15 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
     if found is None or (server.is_file() and server != found.server.resolve()):
         found = Installation(server, server.parent.parent / "backends")
     if not found.server.is_file():
-        text = "set TRITONSERVER, run in NVIDIA's Triton container, or pip install nvidia-pytriton"
-        raise ConfigurationError(f"no tritonserver found: {text}")
+        raise ConfigurationError(
+            "no tritonserver found: set TRITONSERVER, run in NVIDIA's Triton container, or pip install "
+            "nvidia-pytriton"
+        )
     found = replace(found, backends=settings.backend_directory or found.backends)
     if not (found.backends / "python").is_dir():
-        raise ConfigurationError(f"no Python backend in {found.backends}")
+        raise ConfigurationError(
+            f"{found.backends} contains no Python backend; set TRITONSERVER_BACKEND_DIR"
+        )
     return found
 
 
@@ -57,8 +61,9 @@ def _wheel() -> Installation | None:
     stub = root / "python_backend_stubs" / version / STUB
     if not stub.is_file():
         known = ", ".join(sorted(path.name for path in stub.parent.parent.iterdir()))
-        stubs = f"no Python backend stub for Python {version}, only for {known}"
-        raise ConfigurationError(f"the tritonserver wheel has {stubs}")
+        raise ConfigurationError(
+            f"the tritonserver wheel does not support Python {version}; use one of {known}"
+        )
     return Installation(root / "bin" / "tritonserver", root / "backends", stub, str(libraries))
 
 

@@ -76,14 +76,17 @@ class TritonServer:
         installation = locate(self.settings)
         environ = environment(installation, os.environ, self.settings.passed_secrets.split(","))
         if self.settings.otel_endpoint and OTLP_HEADERS in os.environ.keys() - environ.keys():
-            text = "Triton sends its spans without %s: if it may have them, name them in TRITON_SECRETS"
-            logger.warning(text, OTLP_HEADERS)
+            logger.warning(
+                "Triton exports its spans without %s; to pass it on, add it to TRITON_SECRETS",
+                OTLP_HEADERS,
+            )
         environ |= self.launch.environment
         if self.launch.under_mpirun(self.settings):
             if shutil.which("mpirun", path=environ["PATH"]) is None:
-                needed = f"no mpirun in PATH, which WORLD_SIZE={self.settings.world_size} needs"
-                text = "run in NVIDIA's Triton container, or install Open MPI (Debian: openmpi-bin)"
-                raise ConfigurationError(f"{needed}: {text}")
+                raise ConfigurationError(
+                    f"WORLD_SIZE={self.settings.world_size} requires mpirun, which is not in PATH: run in "
+                    "NVIDIA's Triton container, or install Open MPI (Debian: openmpi-bin)"
+                )
             # mpirun's files, in a directory that is removed even when it is killed: Open MPI 4, and 5.
             directories = ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
             environ |= dict.fromkeys(directories, str(self.runtime))

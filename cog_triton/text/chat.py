@@ -68,13 +68,13 @@ def render_chat(
     """
     template, switches = _template(tokenizer, tools=bool(tools)), dict(kwargs or {})
     if not messages:
-        raise PromptRequired("messages must have at least one message")
+        raise PromptRequired("messages must contain at least one message")
     if len(messages) > bounds.MESSAGES or len(tools) > bounds.MESSAGES:
-        raise InvalidParameter(f"messages and tools must be at most {bounds.MESSAGES} each")
+        raise InvalidParameter(f"messages and tools must each have at most {bounds.MESSAGES} items")
     if switches:  # not the arguments of apply_chat_template: a user's own template is one of them
         taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         if own := sorted(taken & switches.keys()):
-            raise InvalidParameter(f"chat_template_kwargs must not have {', '.join(own)}")
+            raise InvalidParameter(f"chat_template_kwargs must not contain {', '.join(own)}")
     limits.check("the chat", _characters([messages, tools, switches]))
     turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if "developer" not in template:
@@ -195,9 +195,10 @@ def _find_template(tokenizer: Tokenizer, *, tools: bool) -> str | None:
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
     template = _find_template(tokenizer, tools=tools)
     if not template:
-        problem = "the model has no chat template, so it does not accept messages"
-        text = "send a prompt, or set CHAT_TEMPLATE to a template, or to a file with one"
-        raise errors.ChatTemplateError(f"{problem}: {text}")
+        raise errors.ChatTemplateError(
+            "the model has no chat template, so it does not accept messages; send a prompt, or set "
+            "CHAT_TEMPLATE to a template or a file that contains one"
+        )
     return str(template)
 
 
@@ -300,10 +301,11 @@ def validate_template(template: str) -> Counter[str]:
     if single := [repr(brace) for brace in fields if brace in unusable and len(brace) == 1]:
         problems.append("unbalanced braces: " + " and ".join(single))
     if problems:
-        text = "Only {prompt} and {system_prompt} are filled in; double any other brace"
-        problem = f"The prompt template has {' and '.join(problems)}"
-        raise PromptTemplateError(f"{problem}. {text}: {{{{ for {{, }}}} for }}.")
+        raise PromptTemplateError(
+            f"The prompt template has {' and '.join(problems)}. Only {{prompt}} and {{system_prompt}} are "
+            "filled in; write any other brace twice: {{ for {, }} for }."
+        )
     if "{prompt}" not in fields:
-        text = "The prompt template has no place for the prompt: put {prompt} where it should go."
+        text = "The prompt template does not contain {prompt}; put it where the prompt should go."
         raise errors.BadPromptTemplate(text)
     return fields

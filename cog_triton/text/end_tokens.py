@@ -73,8 +73,8 @@ def end_ids(
             known.append(token)
     if not known:
         logger.warning(
-            "no end token is known, so every output runs to max_tokens: neither the tokenizer nor the "
-            "model's generation_config.json or config.json names one. Set END_ID to its token id"
+            "the model has no known end token, so every output runs to max_tokens; set END_ID to the id of "
+            "one (neither the tokenizer nor generation_config.json nor config.json specifies it)"
         )
     return tuple(known)
 
@@ -83,7 +83,7 @@ def _checked(configured: Sequence[int], vocabulary: int | None) -> tuple[int, ..
     for token in configured:
         if vocabulary is not None and token >= vocabulary:
             raise ConfigurationError(
-                f"END_ID: {token} is not a token id of the model, whose ids are 0 to {vocabulary - 1}"
+                f"END_ID: {token} is not a token id of the model; its ids are 0 to {vocabulary - 1}"
             )
     return tuple(dict.fromkeys(configured))
 

@@ -65,8 +65,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
             tokenizer = kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
     except Exception as error:
         if trust_remote_code:  # that code may raise anything
-            whose = f"{name!r}, whose own code may be run (TRUST_REMOTE_CODE)"
-            text = f"no tokenizer could be loaded from {whose}: {type(error).__name__}: {error}"
+            text = (
+                f"the tokenizer of {name!r}, whose code was run because of TRUST_REMOTE_CODE, could not be "
+                f"loaded: {type(error).__name__}: {error}"
+            )
         elif isinstance(error, OSError | ValueError | KeyError | TypeError):
             text = remote_code_refusal(error, "tokenizer", name) or _problem(name, error)
         else:
@@ -107,9 +109,9 @@ def _templates_of_json(file: Path) -> dict[str, str]:
             return {str(each["name"]): str(each["template"]) for each in template}
     except (ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"{file} holds no chat template: {reason}") from None
+        raise ConfigurationError(f"{file} is not a chat template: {reason}") from None
     if not isinstance(template, str):
-        raise ConfigurationError(f"{file} holds no chat template: chat_template must be a text")
+        raise ConfigurationError(f"{file} is not a chat template: chat_template must be a string")
     return {"default": template}
 
 
@@ -123,27 +125,25 @@ def _read_text(file: Path) -> str:
 def _problem(name: str, error: Exception) -> str:
     directory = Path(name)
     if not directory.is_dir() and name.startswith(("/", ".")):
-        return f"no tokenizer could be loaded from {name!r}, which is not a directory"
+        return f"no tokenizer could be loaded from {name!r}: the directory does not exist"
     if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in _FILES):
-        return (
-            f"{name} contains no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
-        )
+        return f"{name} contains no tokenizer (tokenizer.json, tokenizer.model or similar); set TOKENIZER"
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists():
         try:
             from sentencepiece import sentencepiece_model_pb2  # noqa: F401
         except Exception as problem:  # protobuf has several for versions that do not go together
             return (
-                f"{name} has a tokenizer.model and no tokenizer.json, which takes sentencepiece and "
-                f"protobuf to read: {' '.join(str(problem).split())}. "
-                f"Install them with pip install '{_SENTENCEPIECE}' 'protobuf>=4.25'"
+                f"{name} has a tokenizer.model but no tokenizer.json; to read it, install sentencepiece "
+                f"and protobuf ({' '.join(str(problem).split())}): "
+                f"pip install '{_SENTENCEPIECE}' 'protobuf>=4.25'"
             )
     marked = [file for file in directory.glob("*.json") if _has_byte_order_mark(file)]
     if marked:
         return (
-            f"{marked[0]} begins with a byte order mark, which transformers does not read; "
+            f"{marked[0]} begins with a byte order mark, which transformers does not support; "
             "save it as UTF-8 without one"
         )
-    hint = "" if directory.is_dir() else " (it is not a local directory, so it was taken as an id)"
+    hint = "" if directory.is_dir() else " (not a local directory, so taken as a Hugging Face id)"
     return f"no tokenizer could be loaded from {name!r}{hint}: {' '.join(str(error).split())}"
 
 
@@ -158,9 +158,9 @@ def remote_code_refusal(error: BaseException, kind: str, name: str) -> str:
     if "trust_remote_code" not in str(error):
         return ""
     return (
-        f"the {kind} {name!r} brings Python code of its own and needs it, and that is not run unless it "
-        "is trusted. Read its .py files, then set TRUST_REMOTE_CODE=1 (in a repository that "
-        "fill_template.py fills: trust_remote_code:true), which runs them with all that this user may do"
+        f"the {kind} {name!r} requires its own Python code to run. Review its .py files, then set "
+        "TRUST_REMOTE_CODE=1 (in a repository filled by fill_template.py, trust_remote_code:true) to run "
+        "them with this user's permissions"
     )
 
 

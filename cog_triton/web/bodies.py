@@ -89,7 +89,7 @@ class _JsonCounts:
             depths = list(accumulate((_STEPS[byte] for byte in brackets), initial=self._depth))
             _check_count("levels of nesting", max(depths), JSON_DEPTH)
             if min(depths) < 0:
-                raise BadBody("must be JSON: a bracket is closed that was not opened")
+                raise BadBody("must be JSON: it has an unmatched closing bracket")
             self._depth = depths[-1]
 
     def _outside_of_strings(self, piece: bytes) -> bytes:

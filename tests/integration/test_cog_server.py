@@ -254,5 +254,5 @@ def test_a_worker_that_is_killed_early_ends_the_server(demo_model: Path, tmp_pat
         os.kill(wait_until(appears, 60, "the start of the worker")[0], signal.SIGKILL)
         assert server.process.wait(60) != 0
     # Cog itself says so where the worker had not read its first message, or was setting up.
-    ends = "the predictor's process has ended", "failed to send Init", "worker crashed"
+    ends = "the predictor's process ended", "failed to send Init", "worker crashed"
     assert any(end in server.log.read_text() for end in ends)

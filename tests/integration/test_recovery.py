@@ -286,7 +286,7 @@ async def test_without_resuming_requests_fail_until_the_server_is_given_up(
         # A second one is the last.
         with pytest.raises(TritonUnavailable):
             await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
-        with pytest.raises(TritonUnavailable, match="not being restarted: tritonserver died"):
+        with pytest.raises(TritonUnavailable, match="will not be restarted: tritonserver died"):
             await next_life(deployment, deployment.supervisor.running)
         with pytest.raises(TritonUnavailable):
             await answer(deployment, request(1))

@@ -59,7 +59,7 @@ def test_without_the_setting_each_of_tritons_models_does(own_model: Path, tmp_pa
     with pytest.raises(TritonStartError) as caught:
         server.start()
     for what in ("tokenizer", "model"):
-        assert f"the {what} '{own_model}' brings Python code of its own" in str(caught.value)
+        assert f"the {what} '{own_model}' requires its own Python code to run" in str(caught.value)
     assert "set TRUST_REMOTE_CODE=1" in str(caught.value)
 
 
@@ -79,5 +79,8 @@ async def test_with_the_setting_their_code_runs_in_every_process(
 
 def test_code_that_fails_is_the_tokenizers_fault(own_model: Path) -> None:
     (own_model / "tokenization_shouting.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(ConfigurationError, match=r"own code may be run.*nothing_of_that_name"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"whose code was run because of TRUST_REMOTE_CODE.*nothing_of_that_name",
+    ):
         load_tokenizer(str(own_model), trust_remote_code=True)

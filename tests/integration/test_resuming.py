@@ -186,7 +186,7 @@ async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None
             killed += 1
 
     def tried() -> int:
-        return asked.server.log.read_text().count("is tried again after")
+        return asked.server.log.read_text().count("resuming request")
 
     undisturbed = await asked.answers(on_event)
     assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)

@@ -142,7 +142,7 @@ def error_of_a_start(model: Path, **environment: str) -> str:
     [
         ("MODEL", "/none/model", "MODEL=/none/model does not exist"),
         ("COG_TRITON_CONFIG", "/none.yaml", "COG_TRITON_CONFIG=/none.yaml does not exist"),
-        ("TOKENIZER", "/none", "no tokenizer could be loaded from '/none', which is no"),
+        ("TOKENIZER", "/none", "no tokenizer could be loaded from '/none': the directory does not"),
         ("RUNTIME_DIR", "/proc/none", "/proc/none: No such file or directory"),
         ("TRITON_HOST", "192.0.2.1", "TRITON_HOST=192.0.2.1 must be an address of this machine"),
         ("MAX_SEQUENCE_LENGTH", "2", "Prompt length (4) exceeds maximum input length (1)"),

@@ -40,7 +40,7 @@ QUESTION, ANSWER = PAIRS[0]
 IMPORTS = [sys.executable, "-X", "importtime"]  # Python says of each module that it is imported
 CTRL_C, SIGTERM = "\x03", "SIGTERM"
 SECONDS = 60.0  # on a quick machine that does nothing else
-WITH_IT = "the predictor's process has ended, and Cog's server with it"
+WITH_IT = "the predictor's process ended unexpectedly; stopping Cog's server"
 
 
 class Terminal:
@@ -200,7 +200,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         terminal.wait_for("}}'\r\n")
         url = f"http://127.0.0.1:{environment['PORT']}"
         shown = re.sub(r"\x1b\[\d*[mK]", "", terminal.text).splitlines()
-        own = [line for line in shown[:-2] if "removing what a killed server left" not in line]
+        own = [line for line in shown[:-2] if "cleaning up after a killed server" not in line]
         (what,) = [line for line in own if line.startswith("serving ")]
         assert what.endswith("; chat template from the tokenizer for messages, prompts unchanged")
         own.remove(what)

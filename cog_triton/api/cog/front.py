@@ -191,7 +191,7 @@ class Front:
         # Cog's server that lost its worker before it listens has no status, and may never have one.
         if not self._port or await self._status() != "SETUP_FAILED":
             with contextlib.suppress(OSError):
-                text = "the predictor's process has ended, and Cog's server with it"
+                text = "the predictor's process ended unexpectedly; stopping Cog's server"
                 print(text, file=sys.stderr, flush=True)  # plain, as the reason of the end
             os._exit(EXIT_STATUS)
 
@@ -208,7 +208,7 @@ class Front:
             text = f"waiting for Triton to stop, at most {stop_seconds:g} s (TRITON_STOP_TIMEOUT)"
             log("INFO", text, stops_within=stop_seconds)
         if left := await within(seconds, predictions.left):
-            log("WARN", f"{left} did not end in {seconds:g} s: stopped at once")
+            log("WARN", f"{left} did not finish within {seconds:g} s (DRAIN_SECONDS): stopping now")
             predictions.send("stop")
             if await within(1.0, predictions.left):
                 predictions.cancel_relays()
@@ -299,7 +299,7 @@ class Front:
             unsafe = self.predictions.begin(passage.starts, answer.show, hooked=passage.hooked)
         try:
             if unsafe:
-                raise Refusal(503, f"no files can be made for this prediction: {unsafe}")
+                raise Refusal(503, f"cannot create files for this prediction: {unsafe}")
             try:
                 transport, _ = await asyncio.get_running_loop().create_connection(
                     partial(asyncio.StreamReaderProtocol, answer),

@@ -231,13 +231,13 @@ class Replicate:
     def _find(self, request: Request) -> Prediction:
         identifier = request.path_params["id"]
         if (prediction := self._predictions.get(identifier)) is None:
-            raise Refusal(404, f"prediction {identifier!r} does not exist, or has been deleted")
+            raise Refusal(404, f"prediction {identifier!r} does not exist or has been deleted")
         return prediction
 
     def _check_list_token(self, request: Request) -> None:
         """Refuse to list what others have sent, unless the request has the token for it."""
         if self._list_token is None:
-            text = "listing is off: set REPLICATE_LIST_TOKEN, and send it as the API token"
+            text = "listing is disabled: set REPLICATE_LIST_TOKEN, and send it as the API token"
             raise Refusal(403, text)
         _, _, presented = request.headers.get("authorization", "").partition(" ")
         expected = self._list_token.get_secret_value().encode()
@@ -306,7 +306,7 @@ class Replicate:
     def _find_file(self, request: Request) -> dict[str, Any]:
         identifier = request.path_params["id"]
         if identifier not in self._files:
-            raise Refusal(404, f"file {identifier!r} does not exist, or has been deleted")
+            raise Refusal(404, f"file {identifier!r} does not exist or has been deleted")
         return self._files[identifier]
 
     async def _list_files(self, request: Request) -> Response:

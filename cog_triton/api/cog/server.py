@@ -65,7 +65,10 @@ def serve(
     problem = front.predictions.directory_problem()
     # With each prediction, Cog's server would lose a slot, or write where another user wants.
     if problem:
-        log("ERROR", f"the server cannot start: {problem}; Cog keeps files of predictions there")
+        log(
+            "ERROR",
+            f"the server cannot start: {problem}; Cog stores the files of predictions there",
+        )
         sys.exit(1)
     serving = front.serve(partial(_inner_port, front.source), stop)
     threading.Thread(target=uvloop.run, args=[serving], daemon=True).start()

@@ -119,7 +119,7 @@ def test_waiting_for_a_server_has_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await supervisor.after(first, 10) is first, "it turned out to be well"
         starter.gate.clear()
         first.end.set()
-        with pytest.raises(TritonUnavailable, match=r"not back after 0\.05 s"):
+        with pytest.raises(TritonUnavailable, match=r"did not come back within 0\.05 s"):
             await supervisor.after(first, 0.05)
         starter.gate.set()
         await supervisor.after(first, 10)

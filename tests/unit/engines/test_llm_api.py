@@ -150,7 +150,9 @@ def test_a_load_that_fails_says_why(fake: Any, make: Make, tmp_path: Path) -> No
         make(model=str(tmp_path))
     assert llm(make(model=str(tmp_path), trust_remote_code="true"))._args.trust_remote_code
     fake.__version__ = "1.0.3"
-    with pytest.raises(ValueError, match=r"llmapi needs TensorRT-LLM 1\.1 or later, not 1\.0\.3"):
+    with pytest.raises(
+        ValueError, match=r"requires TensorRT-LLM 1\.1 or later, but 1\.0\.3 is installed"
+    ):
         make()
 
 

@@ -117,7 +117,7 @@ def test_the_bls_model_is_filled_when_it_is_named_and_there(
     assert (tmp_path / "with" / "tensorrt_llm_bls" / "1" / "model.py").is_file()
     shutil.rmtree(source / "tensorrt_llm_bls")
     assert "tensorrt_llm_bls" not in fill(tmp_path / "without", source, tensorrt_llm_bls={})
-    assert caplog.messages == ["tensorrt_llm_bls: has no effect: the repository has no such model"]
+    assert caplog.messages == ["tensorrt_llm_bls has no effect: the repository has no such model"]
 
 
 @pytest.mark.parametrize("case", CASES["context"])
@@ -186,7 +186,7 @@ def test_a_python_model_without_its_code(source: Path, tmp_path: Path) -> None:
     """Triton would hang on it instead of failing."""
     (source / "postprocessing" / "1" / "model.py").unlink()
     lines = problems(source, tmp_path / "filled")
-    assert lines == ["postprocessing: no version of it has a model.py"]
+    assert lines == ["postprocessing: none of its versions contains a model.py"]
 
 
 def test_a_source_that_is_none(source: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_source_that_is_none(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [".", "filled", "ensemble/1"])
 def test_the_source_is_never_written_to(inside: str, source: Path) -> None:
-    with pytest.raises(ConfigurationError, match="inside of the templates' directory"):
+    with pytest.raises(ConfigurationError, match="must not be inside the templates' directory"):
         fill_repository(source, source / inside, VALID)
 
 
@@ -206,7 +206,7 @@ def test_the_source_is_never_written_to(inside: str, source: Path) -> None:
 def test_a_destination_that_holds_something_is_refused(mine: str, tmp_path: Path) -> None:
     (tmp_path / mine).parent.mkdir(exist_ok=True)
     (tmp_path / mine).write_text("mine")
-    with pytest.raises(ConfigurationError, match="must be new or an empty directory"):
+    with pytest.raises(ConfigurationError, match="must not exist or must be an empty directory"):
         fill(tmp_path / "d")
 
 

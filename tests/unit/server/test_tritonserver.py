@@ -84,7 +84,9 @@ def test_a_server_bound_to_all_addresses_is_reached_by_loopback() -> None:
 
 def test_without_an_mpirun_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
+    with pytest.raises(
+        ConfigurationError, match="WORLD_SIZE=2 requires mpirun, which is not in PATH"
+    ):
         TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"})).start()
 
 

@@ -109,7 +109,7 @@ def test_the_templates_switches(tokenizer: Any) -> None:
     assert render(tokenizer, switch, [USER]) == "Hi"
     assert render(tokenizer, switch, [USER], kwargs=thinking) == "<think>Hi"
     for name in ("chat_template", "tokenize", "messages", "tools"):
-        with pytest.raises(InvalidParameter, match=f"chat_template_kwargs must not have {name}"):
+        with pytest.raises(InvalidParameter, match=f"chat_template_kwargs must not contain {name}"):
             render(tokenizer, switch, [USER], kwargs={name: "{{ 1 }}"})
 
 
@@ -343,7 +343,7 @@ def test_additional_chat_templates_of_a_model(tmp_path: Path, demo_model: Path) 
 
 
 def test_a_chat_template_file_that_is_none(tmp_path: Path, demo_model: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"chat_template\.json holds no chat template"):
+    with pytest.raises(ConfigurationError, match=r"chat_template\.json is not a chat template"):
         model_with(tmp_path / "model", demo_model, chat_template_json='{"template": ""}')
 
 

@@ -77,7 +77,7 @@ def test_without_any_a_warning_says_what_to_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert end_ids((), [tmp_path / "missing"], tokenizers=None) == ()
-    assert "Set END_ID" in caplog.text
+    assert "set END_ID" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback], ids=["byte level", "byte fallback"])

@@ -63,7 +63,7 @@ def test_the_counts_are_those_of_the_values(value: Any, piece: int) -> None:
         pytest.param(b'["\\\\",' + b'"",' * 140_000 + b"0]", "131072 strings", id="escapes"),
         pytest.param(b"[" * 129 + b"]" * 129, "128 levels of nesting", id="levels"),
         pytest.param(b'{"":' * 129 + b"0" + b"}" * 129, "128 levels of nesting", id="objects"),
-        pytest.param(b"]" * 129 + b"[" * 100, "a bracket is closed", id="brackets"),
+        pytest.param(b"]" * 129 + b"[" * 100, "an unmatched closing bracket", id="brackets"),
     ],
 )
 def test_too_much_is_refused_before_anything_is_made(
