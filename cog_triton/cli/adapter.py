@@ -42,7 +42,7 @@ def variables(options: Options) -> Variables:
 
 def run(options: Options) -> None:
     from cog_triton.adapters.directory import adapter_names, place_adapter, remove_adapter
-    from cog_triton.deployment.preparation import fetched
+    from cog_triton.deployment.model_files import fetched
     from cog_triton.settings import read_settings
 
     settings = read_settings()

@@ -149,7 +149,7 @@ def check_triton(settings: Settings) -> Iterator[Finding]:
 
 
 def check_engines(settings: Settings) -> Iterator[Finding]:
-    from cog_triton.deployment.preparation import detect_runtimes, resolve_engine
+    from cog_triton.deployment.engine_choice import detect_runtimes, resolve_engine
 
     try:
         runtimes = detect_runtimes(settings)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.cli.launch import Options
-from cog_triton.deployment.preparation import check_files
+from cog_triton.deployment.file_checks import check_files
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.repository.fill import CONFIG, read_config, read_template, unmet_needs
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded

@@ -26,7 +26,7 @@ from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment import announcement
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
-from cog_triton.deployment.preparation import listed_ids
+from cog_triton.deployment.model_defaults import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, ENGINE, IDS_ENSEMBLE

@@ -13,7 +13,14 @@ from cog_triton.adapters.directory import check_adapter
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import tracer
-from cog_triton.deployment import announcement, preparation
+from cog_triton.deployment import (
+    announcement,
+    engine_choice,
+    file_checks,
+    model_defaults,
+    model_files,
+    template_variables,
+)
 from cog_triton.deployment.running import Supervisor, run_server, timed
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
@@ -59,7 +66,7 @@ class Deployment:
     _: KW_ONLY
     context_length: int | None = None  # of prompt and output together; None: the engine knows
     length_penalty: bool = True  # sent to the engine; see ``has_swapped_sampling_params``
-    engine: preparation.EngineName = "transformers"  # what runs in the tensorrt_llm slot
+    engine: engine_choice.EngineName = "transformers"  # what runs in the tensorrt_llm slot
     own_preprocessing: bool = True  # prompts become ids in this project's model
     end_tokens: EndTokens | None = None  # None: only the tokenizer's
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
@@ -68,7 +75,7 @@ class Deployment:
         tracer(self.settings.otel_endpoint)
         self.limits = text_limits(self.tokenizer, self.context_length)
         # Of requests at the APIs that leave them to the server.
-        self.sampling_defaults = preparation.sampling_defaults_of(self.settings, self.engine)
+        self.sampling_defaults = model_defaults.sampling_defaults_of(self.settings, self.engine)
 
     @property
     def chat_template_for_prompts(self) -> bool:
@@ -81,18 +88,20 @@ class Deployment:
         for warning in misspelt_variables():
             logger.warning("%s", warning)
         # Their problems come before a download or a conversion, which may take minutes.
-        preparation.read_overrides(settings)
+        template_variables.read_overrides(settings)
         choose_ports(settings)
-        name = preparation.model_name(settings)
+        name = model_files.model_name(settings)
         with timed("model in place"):
-            settings = await asyncio.to_thread(preparation.with_files, settings)
-        engine = preparation.resolve_engine(settings)
-        own = preparation.own_preprocessing(settings)
-        tensorrt_llm = preparation.detect_runtimes(settings).tensorrt_llm
-        swapped = preparation.has_swapped_sampling_params(engine, tensorrt_llm)
-        values = preparation.template_values(settings, engine, num_return_sequences=not swapped)
-        preparation.check_files(values["tensorrt_llm"])
-        if preparation.is_limited_by_preprocessing(values["tensorrt_llm"]) and not own:
+            settings = await asyncio.to_thread(model_files.with_files, settings)
+        engine = engine_choice.resolve_engine(settings)
+        own = template_variables.own_preprocessing(settings)
+        tensorrt_llm = engine_choice.detect_runtimes(settings).tensorrt_llm
+        swapped = engine_choice.has_swapped_sampling_params(engine, tensorrt_llm)
+        values = template_variables.template_values(
+            settings, engine, num_return_sequences=not swapped
+        )
+        file_checks.check_files(values["tensorrt_llm"])
+        if template_variables.is_limited_by_preprocessing(values["tensorrt_llm"]) and not own:
             raise ConfigurationError(
                 "MAX_SEQUENCE_LENGTH requires this project's preprocessing model, but TRITON_MODEL_REPO "
                 "has a different one; build the engine with a smaller max_seq_len instead"
@@ -100,8 +109,8 @@ class Deployment:
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
         end_tokens = await _end_tokens(settings, values, engine, loading)
-        preparation.warn_of_adapters(settings, end_tokens)
-        values = preparation.with_end_tokens(settings, values, engine, end_tokens)
+        model_defaults.warn_of_adapters(settings, end_tokens)
+        values = model_defaults.with_end_tokens(settings, values, engine, end_tokens)
         supervisor = Supervisor(settings, partial(run_server, values=values, loading=loading))
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         async with contextlib.AsyncExitStack() as opened:
@@ -111,7 +120,7 @@ class Deployment:
             await supervisor.start()
             tokenizer = await loading
             llm = values["tensorrt_llm"]
-            context_length = preparation.context_length(llm)
+            context_length = template_variables.context_length(llm)
             described = announcement.served(
                 *(name, engine, llm, tokenizer, end_tokens),
                 context_length=context_length,
@@ -122,7 +131,7 @@ class Deployment:
                 supervisor,
                 attempts=settings.resume_attempts if own else 0,  # NVIDIA's would begin anew
                 end_tokens=end_tokens,
-                adapters=preparation.adapter_tensors(settings, engine),
+                adapters=template_variables.adapter_tensors(settings, engine),
             )
             return cls(
                 *(settings, streams, supervisor, admission, tokenizer),
@@ -175,8 +184,8 @@ class Deployment:
 
 async def _end_tokens(
     settings: Settings,
-    values: preparation.Values,
-    engine: preparation.EngineName,
+    values: template_variables.Values,
+    engine: engine_choice.EngineName,
     loading: Awaitable[Tokenizer],
 ) -> EndTokens:
     """Find the end tokens; wait for the tokenizer only if its files do not say what ends a sequence."""
@@ -187,7 +196,7 @@ async def _end_tokens(
             own = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
         except (LookupError, TypeError, ValueError):
             own = (await loading).eos_token_id
-    return await asyncio.to_thread(preparation.end_tokens_of, settings, values, engine, own)
+    return await asyncio.to_thread(model_defaults.end_tokens_of, settings, values, engine, own)
 
 
 def check_supported(request: Request, engine: str, own_preprocessing: bool) -> None:

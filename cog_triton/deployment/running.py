@@ -15,8 +15,8 @@ from pathlib import Path
 from cog_triton import errors
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.stream import TritonClient
-from cog_triton.deployment.preparation import Values
 from cog_triton.deployment.restart_policy import RestartPolicy
+from cog_triton.deployment.template_variables import Values
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.generation import generate
 from cog_triton.repository.fill import check_streaming, fill_repository

@@ -12,7 +12,7 @@ from ray import serve
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.served import Served
 from cog_triton.deployment import Deployment
-from cog_triton.deployment.preparation import model_name
+from cog_triton.deployment.model_files import model_name
 from cog_triton.settings import read_settings
 
 # Replicas share a machine, so each takes free ports. One whose Triton cannot be started again ends, and Ray

@@ -10,8 +10,9 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
+from cog_triton.deployment.engine_choice import resolve_engine
 from cog_triton.deployment.restart_policy import STARVED
+from cog_triton.deployment.template_variables import Values, merge, template_values
 from cog_triton.errors import TritonStartError
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Endpoints, Launch

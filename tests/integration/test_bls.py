@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.deployment.preparation import Values
+from cog_triton.deployment.template_variables import Values
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, engine_counters, make_server, running, settings_for

@@ -19,7 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from cog_triton.client.messages import infer_request
-from cog_triton.deployment.preparation import Values
+from cog_triton.deployment.template_variables import Values
 from cog_triton.protocol.names import OUTPUTS
 from tests.integration.conftest import Triton, make_server, running, settings_for
 from tests.stand_in.servers import environment

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from cog_triton.deployment import Deployment
-from cog_triton.deployment.preparation import Values
+from cog_triton.deployment.template_variables import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request

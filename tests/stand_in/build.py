@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cog_triton.deployment.preparation import BACKEND_LIBRARY
+from cog_triton.deployment.engine_choice import BACKEND_LIBRARY
 
 SOURCES = Path(__file__).parent
 CACHE = Path(tempfile.gettempdir()) / f"cog-triton-stand-in-{os.getuid()}"

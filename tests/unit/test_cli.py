@@ -14,7 +14,7 @@ from cog_triton import __version__
 from cog_triton.cli import load_commands, main, parse, parser_of
 from cog_triton.cli.predict import free_ports
 from cog_triton.cli.registry import PACKAGE
-from cog_triton.deployment.preparation import served_names
+from cog_triton.deployment.model_files import served_names
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
 

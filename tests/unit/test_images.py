@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from cog_triton.cli import serve
-from cog_triton.deployment.preparation import VLLM_RELEASES
+from cog_triton.deployment.engine_choice import VLLM_RELEASES
 from cog_triton.settings import read_settings
 from tests.support import ROOT, QuietHandler, free_port, http_server
 

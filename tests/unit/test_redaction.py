@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.deployment.attached import address_of
-from cog_triton.deployment.preparation import model_name, with_files
+from cog_triton.deployment.model_files import model_name, with_files
 from cog_triton.errors import ConfigurationError
 from cog_triton.redaction import (
     is_secret,

@@ -13,7 +13,7 @@ from typing import Any
 
 from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton.deployment.preparation import with_files
+from cog_triton.deployment.model_files import with_files
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer

@@ -31,7 +31,9 @@ from cog_triton.api.dynamo.convert import Body, chunk_of, given, request_of, unk
 from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.preparation import KV_EVENTS, context_length, served_names
+from cog_triton.deployment.engine_choice import KV_EVENTS
+from cog_triton.deployment.model_files import served_names
+from cog_triton.deployment.template_variables import context_length
 from cog_triton.processes import temporary_directory
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from cog_triton.server.log import log_to

@@ -22,7 +22,8 @@ from cog_triton.api.openai.supervisor import Workers
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.deployment import tokenizer_of
-from cog_triton.deployment.preparation import context_length, served_names
+from cog_triton.deployment.model_files import served_names
+from cog_triton.deployment.template_variables import context_length
 from cog_triton.errors import ConfigurationError
 from cog_triton.server.command import choose_ports
 from cog_triton.server.log import log_to

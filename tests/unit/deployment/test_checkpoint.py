@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cog_triton.deployment.preparation import check_files
+from cog_triton.deployment.file_checks import check_files
 from cog_triton.errors import ConfigurationError
 
 LAYER = "model.layers.0.mlp.up_proj"

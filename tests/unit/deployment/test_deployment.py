@@ -12,14 +12,15 @@ import httpx
 import pytest
 
 from cog_triton import errors
-from cog_triton.deployment import preparation
+from cog_triton.deployment import model_files
 from cog_triton.deployment.deployment import (
     Deployment,
     check_supported,
     served_metrics,
     without_bos,
 )
-from cog_triton.deployment.preparation import EngineName, own_preprocessing
+from cog_triton.deployment.engine_choice import EngineName
+from cog_triton.deployment.template_variables import own_preprocessing
 from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
@@ -132,7 +133,7 @@ def test_a_port_in_use_is_noticed_before_the_model_is_fetched(
     def fetch(_: object) -> object:
         raise AssertionError("the model is fetched first")
 
-    monkeypatch.setattr(preparation, "with_files", fetch)
+    monkeypatch.setattr(model_files, "with_files", fetch)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         settings = read_settings({"TRITON_HTTP_PORT": str(port), "MODEL": "org/model"})

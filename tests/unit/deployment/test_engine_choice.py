@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.deployment import preparation
-from cog_triton.deployment.preparation import BACKEND_LIBRARY, Runtimes, resolve_engine
+from cog_triton.deployment import engine_choice
+from cog_triton.deployment.engine_choice import BACKEND_LIBRARY, Runtimes, resolve_engine
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from tests.stand_in.engine import make_engine
@@ -30,7 +30,7 @@ def test_auto(case: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFix
     has_engine, chosen = case["engine_dir"], case["chosen"]
     directory = make_engine(tmp_path / "engine") if has_engine else tmp_path
     here = runtimes(tmp_path, **{name: case[name] for name in ("backend", "tensorrt_llm", "gpu")})
-    assert preparation.choose_engine(directory, here) == chosen
+    assert engine_choice.choose_engine(directory, here) == chosen
     assert ("is not used, because" in caplog.text) == (has_engine and not case["backend"])
 
 
@@ -39,17 +39,17 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(case: dict[str, Any], tmp_pat
     gpu, problem = case["gpu"], case.get("problem", "")
     vllm = case["version"], case["for_cpus"]
     here = Runtimes(tmp_path, None, gpu, *vllm)
-    assert problem in next(preparation.vllm_problems(here), "")
-    assert bool(problem) == bool([*preparation.vllm_problems(here)])
+    assert problem in next(engine_choice.vllm_problems(here), "")
+    assert bool(problem) == bool([*engine_choice.vllm_problems(here)])
     chosen = "vllm" if gpu and not case["for_cpus"] and not problem else "transformers"
-    assert preparation.choose_engine(None, here) == chosen
+    assert engine_choice.choose_engine(None, here) == chosen
     with_tensorrt_llm = Runtimes(tmp_path, "1.3.0", gpu, *vllm)
-    assert preparation.choose_engine(None, with_tensorrt_llm) == ("llmapi" if gpu else chosen)
+    assert engine_choice.choose_engine(None, with_tensorrt_llm) == ("llmapi" if gpu else chosen)
 
 
 def problem(directory: Path | None, here: Runtimes, **environment: str) -> str | None:
     settings = read_settings({"ENGINE_DIR": str(directory or ""), **environment})
-    return next(preparation.engine_problems("tensorrtllm", settings, here), None)
+    return next(engine_choice.engine_problems("tensorrtllm", settings, here), None)
 
 
 @pytest.mark.parametrize("case", CASES["fits"])
@@ -88,7 +88,7 @@ def test_ranks_are_for_the_backend_only(demo_model: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES["swapped"])
 def test_backends_that_swap_sampling_parameters(case: dict[str, Any]) -> None:
-    swapped = preparation.has_swapped_sampling_params(case["engine"], case["version"])
+    swapped = engine_choice.has_swapped_sampling_params(case["engine"], case["version"])
     assert swapped is case["swapped"]
 
 

@@ -12,15 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from cog_triton.deployment.deployment import Deployment
-from cog_triton.deployment.preparation import (
-    EngineName,
-    check_files,
-    context_length,
-    template_values,
-    warn_of_adapters,
-    with_end_tokens,
-    with_files,
-)
+from cog_triton.deployment.engine_choice import EngineName
+from cog_triton.deployment.file_checks import check_files
+from cog_triton.deployment.model_defaults import warn_of_adapters, with_end_tokens
+from cog_triton.deployment.model_files import with_files
+from cog_triton.deployment.template_variables import context_length, template_values
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
@@ -146,7 +142,7 @@ def test_the_directory_reaches_the_engine(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapters").mkdir()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr("cog_triton.deployment.preparation.GPU", True)
+    monkeypatch.setattr("cog_triton.deployment.template_variables.GPU", True)
     values = template_values(read_settings({"LORA_DIR": "adapters"}), engine)
     assert values["preprocessing"]["preprocessing_instance_count"] == 3  # one on fewer cores
     instances = values["tensorrt_llm"].get("tensorrt_llm_instance_count")

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import tokenizers
 
-from cog_triton.deployment.preparation import template_values
 from cog_triton.deployment.running import WARM_UP
+from cog_triton.deployment.template_variables import template_values
 from cog_triton.engines.base import GenerationRequest, SamplingParams, Step, Steps, TokenLogProb
 from cog_triton.engines.simulated import (
     BURST,

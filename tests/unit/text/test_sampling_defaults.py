@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.deployment.preparation import EngineName, sampling_defaults_of
+from cog_triton.deployment.engine_choice import EngineName
+from cog_triton.deployment.model_defaults import sampling_defaults_of
 from cog_triton.settings import read_settings
 from cog_triton.text.sampling_defaults import sampling_defaults
 

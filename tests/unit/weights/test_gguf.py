@@ -13,12 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cog_triton.deployment.announcement import count_numbers
-from cog_triton.deployment.preparation import (
-    EngineName,
-    check_files,
-    template_values,
-    with_files,
-)
+from cog_triton.deployment.engine_choice import EngineName
+from cog_triton.deployment.file_checks import check_files
+from cog_triton.deployment.model_files import with_files
+from cog_triton.deployment.template_variables import template_values
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from cog_triton.deployment.preparation import with_files
+from cog_triton.deployment.model_files import with_files
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.weights import gguf

@@ -11,7 +11,7 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton.deployment.preparation import model_name, with_files, with_managed_weights
+from cog_triton.deployment.model_files import model_name, with_files, with_managed_weights
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.weights import managed
