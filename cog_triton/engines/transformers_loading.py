@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cog_triton.engines.model_config import first_names
+from cog_triton.engines.transformers_progress import loading_progress
 from cog_triton.text.tokenizer import remote_code_lock, remote_code_refusal
 
 # Layers for which continuous batching has a cache.
@@ -29,15 +30,16 @@ def load_model(parameters: Mapping[str, str]) -> Any:
     try:
         config = _load_config(name, trusted)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model, report = loader.from_pretrained(
-            name,
-            config=config,
-            dtype=parameters.get("dtype", "auto"),
-            attn_implementation=attention(config),
-            trust_remote_code=trusted,
-            ignore_mismatched_sizes=True,  # its own error names none
-            output_loading_info=True,
-        )
+        with loading_progress():
+            model, report = loader.from_pretrained(
+                name,
+                config=config,
+                dtype=parameters.get("dtype", "auto"),
+                attn_implementation=attention(config),
+                trust_remote_code=trusted,
+                ignore_mismatched_sizes=True,  # its own error names none
+                output_loading_info=True,
+            )
     except ValueError as error:
         text = remote_code_refusal(error, "model", name)
         if trusted or not text:

@@ -33,6 +33,8 @@ _EVENT = re.compile(
     r"|^\([^)]* pid=\d+\)(?: [A-Z]+ [^]]*\])? (?P<child>(?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
     f"|{STUB_ENDED.format(model='(?P<stub>.+)', status='(?P<stub_status>-?[0-9]+)')}"
     f"|{RANK_ENDED.format(rank='(?P<rank>[0-9]+)', status='(?P<rank_status>-?[0-9]+)')}"
+    # Of the transformers engine: how far a checkpoint is loaded.
+    r"|^(?P<progress>loading weights: \d+ of \d+ tensors)$"
     # mpirun's report of a rank whose guard was killed. The signal may be on the next line.
     r"|noticed that process rank (?P<killed>\d+) with PID"
 )
@@ -98,6 +100,8 @@ class ServerLog:
             began = self._loading.pop(model := event["loaded"] + on_rank, None)
             if began is not None and not model.startswith("ensemble"):  # which loads nothing
                 progress.info("%s loaded in %.1f s", model, time.monotonic() - began)
+        elif event["progress"]:
+            progress.info("%s", event["progress"] + on_rank)
         elif event["failed"]:
             elsewhere = self._child_error if _SEE_ABOVE.search(event["why"]) else None
             self._failures.setdefault(event["failed"] + on_rank, elsewhere or cause(event["why"]))

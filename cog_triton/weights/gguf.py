@@ -10,17 +10,22 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked
 from cog_triton.weights.gguf_details import Details, UnreadableDetailError, read_details
 
 logger = logging.getLogger(__name__)
+progress = logging.getLogger("cog_triton.progress")
 
 SUFFIX = ".gguf"
 # Of what a conversion makes; another one makes those in the cache anew.
@@ -30,6 +35,9 @@ _CONVERTED, _UNFINISHED = "model", "unfinished-"
 # Beside a model, files of the same form: what makes tokens of images, and statistics of a quantization.
 _NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _PART = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+_PROGRESS = re.compile(r"(?P<done>\d+) of (?P<total>\d+) bytes")
+# Between two lines on the progress of a conversion: each is a line of a log file.
+TERMINAL_SECONDS, PIPE_SECONDS = 0.5, 10.0
 _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
@@ -128,15 +136,61 @@ def _convert_in_process(file: Path, directory: Path, dtype: str) -> None:
         )
     logger.info("converting %s; this happens once and can take minutes", file.name)
     command = [sys.executable, "-m", "cog_triton.weights.gguf", str(file), str(directory), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ConfigurationError(f"transformers could not convert {file}: {lines[-1]}")
+    # Its errors go to a file: a pipe that nobody reads could fill up and stop it.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with process:
+            assert process.stdout is not None
+            log_progress(file.name, process.stdout)
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    if process.returncode != 0:
+        reason = lines[-1] if lines else f"exit status {process.returncode}"
+        raise ConfigurationError(f"transformers could not convert {file}: {reason}")
+
+
+def log_progress(name: str, lines: Iterable[str]) -> None:
+    """Log how far a conversion is, now and then: its process prints the bytes read, and the file's."""
+    interval = TERMINAL_SECONDS if sys.stderr.isatty() else PIPE_SECONDS
+    last = time.monotonic()
+    for line in lines:
+        numbers = _PROGRESS.fullmatch(line.strip())
+        if numbers is None or time.monotonic() - last < interval:
+            continue
+        last = time.monotonic()
+        done, total = int(numbers["done"]), int(numbers["total"])
+        progress.info(
+            "converting %s: %sB of %sB read",
+            *(name, tqdm.format_sizeof(done), tqdm.format_sizeof(total)),
+        )
+
+
+@contextmanager
+def _printed_progress(total: int) -> Iterator[None]:
+    """Print how many bytes of a file's weights transformers has read, after each tensor."""
+    import gguf
+
+    package: Any = gguf
+    dequantize = package.dequantize
+    done = 0
+
+    def dequantize_and_print(data: Any, *arguments: Any) -> Any:
+        nonlocal done
+        weights = dequantize(data, *arguments)
+        done += data.nbytes
+        print(f"{done} of {total} bytes", flush=True)
+        return weights
+
+    package.dequantize = dequantize_and_print
+    try:
+        yield
+    finally:
+        package.dequantize = dequantize
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:
     """Write a GGUF file's model as safetensors, with its tokenizer and chat template."""
-    check_whole(file)
+    total = check_whole(file)
     try:
         details = read_details(file)
     except UnreadableDetailError as error:
@@ -147,9 +201,10 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
     link = directory.with_name(f"{directory.name}{SUFFIX}")
     link.symlink_to(file.resolve())
     where = {"pretrained_model_name_or_path": str(link.parent), "gguf_file": link.name}
-    model, report = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=dtype, output_loading_info=True
-    )
+    with _printed_progress(total):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=dtype, output_loading_info=True
+        )
     _check_weights(model, report, details)
     # The weights are plain numbers now.
     model.hf_quantizer = None
@@ -189,14 +244,15 @@ def _check_weights(model: Any, report: Mapping[str, Any], details: Details) -> N
         )
 
 
-def check_whole(file: Path) -> None:
-    """Exit with the reason if a file is cut short or damaged."""
+def check_whole(file: Path) -> int:
+    """Return the bytes of a file's weights; exit with the reason if it is cut short or damaged."""
     import gguf
 
     try:
-        gguf.GGUFReader(file)  # looks at the place of every tensor
+        reader = gguf.GGUFReader(file)  # looks at the place of every tensor
     except (ValueError, LookupError, OverflowError, MemoryError) as error:
         sys.exit(f"it is truncated or damaged ({error})")
+    return sum(int(tensor.n_bytes) for tensor in reader.tensors)
 
 
 if __name__ == "__main__":

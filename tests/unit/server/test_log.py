@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cog_triton.engines import transformers_progress
 from cog_triton.server.log import CuttingFormatter, ServerLog, lines_of_ranks, parse_log_line
 from tests.support import load_cases
 
@@ -23,6 +24,13 @@ def test_the_reason_of_an_end(given: dict[str, Any]) -> None:
     log = ServerLog(2)
     list(log.read(given["log"].encode().splitlines(keepends=True)))
     assert log.reason(DIED, given.get("status")) == given["reason"].removesuffix("\n")
+
+
+def test_the_progress_of_loading_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cog_triton.server")
+    line = transformers_progress.LOADING.format(done=3, total=20)
+    list(ServerLog(1).read([f"{line}\n".encode(), f"a prompt: {line}\n".encode()]))
+    assert [record.getMessage() for record in caplog.records] == [line]
 
 
 @pytest.mark.parametrize("given", LOGS["merged"], ids=lambda given: given["case"])

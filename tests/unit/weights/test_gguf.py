@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,33 @@ def test_a_file_that_is_cut_short_is_refused(model_file: Path, tmp_path: Path) -
         short.write_bytes(content[:length])
         with pytest.raises(ConfigurationError, match=r"\d+\.gguf: it is truncated or damaged"):
             gguf.converted(short, tmp_path / "cache")
+
+
+def test_a_conversion_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gguf, "PIPE_SECONDS", 0.0)
+    monkeypatch.setattr(gguf, "TERMINAL_SECONDS", 0.0)
+    caplog.set_level("INFO", gguf.progress.name)
+    file = write_gguf(tmp_path / "tiny.gguf")
+    gguf.converted(file, tmp_path / "cache")
+    lines = [record.getMessage() for record in caplog.records if record.name == gguf.progress.name]
+    sizes = [re.fullmatch(r"converting tiny\.gguf: (\S+)B of (\S+)B read", line) for line in lines]
+    assert len(sizes) > 5
+    assert None not in sizes
+    first, last = sizes[0], sizes[-1]
+    assert first is not None
+    assert last is not None
+    assert first[1] != first[2]
+    assert last[1] == last[2]
+
+
+def test_the_progress_of_a_short_conversion_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", gguf.progress.name)
+    gguf.log_progress("tiny.gguf", ["a warning", "1 of 2 bytes", "2 of 2 bytes"])
+    assert caplog.records == []
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
