@@ -47,6 +47,7 @@ from cog_triton.web.server import BACKLOG, HEAD_END, Headers, Limits, Server, he
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: the worker has ended
 _END_SECONDS = 4.0  # for what comes after DRAIN_SECONDS, with the end of Cog's server
 _PIECE_BYTES = 1 << 16
+_SILENT = "Cog's server is not responding"
 _OUTPUT = b"event: output\ndata: "
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': STOPPED})}\n\n".encode()
 _NOT_PASSED_ON = frozenset(
@@ -122,8 +123,9 @@ class Front:
     def __init__(self, listener: socket.socket, settings: Settings) -> None:
         self.predictions = Predictions()
         self.source = random_source()  # of connections to Cog's server
-        self._port = 0
-        self._listener, self._settings = listener, settings
+        self._port = 0  # of Cog's server, once it listens
+        self._listener = listener
+        self._settings = settings
         self._worker_ended = False
         self._busy_since: float | None = None
         self._stop = asyncio.Event()
@@ -179,14 +181,15 @@ class Front:
 
         Cog's server would run on without it (0.23.1). After a setup that failed it may: it says why.
         """
-        seen = False
+        has_started = False
         while not self._worker_ended:
             await asyncio.sleep(0.1)
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                seen, self._worker_ended = True, ended is not None
+                has_started = True
+                self._worker_ended = ended is not None
             except ChildProcessError:  # Cog's server has not started it, or has waited for it
-                self._worker_ended = seen
+                self._worker_ended = has_started
         await asyncio.sleep(1.0)  # a server that was told to stop ends by itself
         # Cog's server that lost its worker before it listens has no status, and may never have one.
         if not self._port or await self._status() != "SETUP_FAILED":
@@ -200,14 +203,17 @@ class Front:
         predictions = self.predictions
         predictions.draining = True
         predictions.send("drain")
-        seconds, stop_seconds = self._settings.drain_seconds, self._settings.stop_timeout
-        if left := predictions.left():
+        seconds = self._settings.drain_seconds
+        stop_seconds = self._settings.stop_timeout
+        left = predictions.left()
+        if left:
             text = f"waiting for {left}, at most {seconds:g} s (DRAIN_SECONDS)"
             log("INFO", text, stops_within=seconds + _END_SECONDS)
         else:
             text = f"waiting for Triton to stop, at most {stop_seconds:g} s (TRITON_STOP_TIMEOUT)"
             log("INFO", text, stops_within=stop_seconds)
-        if left := await within(seconds, predictions.left):
+        left = await within(seconds, predictions.left)
+        if left:
             log("WARN", f"{left} did not finish within {seconds:g} s (DRAIN_SECONDS): stopping now")
             predictions.send("stop")
             if await within(1.0, predictions.left):
@@ -234,7 +240,8 @@ class Front:
                 await _refusal_response(error, scope["path"])(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, predictions = Request(scope, receive), self.predictions
+        request = Request(scope, receive)
+        predictions = self.predictions
         body = await request.body()  # first, so that its sender is held to the limits of requests
         if is_replicates(scope["path"]):
             raise Refusal(404, f"unknown route: {request.method} {shown(scope['path'])}")
@@ -335,8 +342,12 @@ class Front:
         return None
 
     async def _status(self) -> str | None:
-        status: str | None = (await self.ask("GET", "/health-check") or {}).get("status")
-        self._busy_since = (self._busy_since or time.monotonic()) if status == "BUSY" else None
+        answer = await self.ask("GET", "/health-check") or {}
+        status: str | None = answer.get("status")
+        if status != "BUSY":
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = time.monotonic()
         return status
 
     async def _shutdown(self, _: Request) -> JSONResponse:
@@ -344,24 +355,38 @@ class Front:
         return JSONResponse({})
 
     async def _health(self, request: Request) -> JSONResponse:
-        status, now = await self._status(), time.monotonic()
-        silent = "Cog's server is not responding"
-        busy_for = now - max(self._busy_since or now, self.predictions.progress)
-        problem = ""
+        status = await self._status()
         if request.url.path == "/health/live":
-            if self._worker_ended:
-                problem = "the predictor's process has ended"
-            # After a SIGINT, Cog's server takes no connection while it ends.
-            elif status == "DEFUNCT" or (status is None and not self.predictions.draining):
-                problem = silent
-        elif self.predictions.draining:
-            problem = "the server is stopping"
-        elif status == "BUSY" and busy_for > self._settings.busy_timeout:
-            problem = f"all slots have been busy for {busy_for:.0f} s without any progress"
-        elif status not in ("READY", "BUSY"):
-            problem = silent if status is None else "Cog's server is not ready"
-        body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
+            problem = self._problem_with_life(status)
+        else:
+            problem = self._problem_with_readiness(status)
+        body = {"status": status or "UNKNOWN"}
+        if problem:
+            body["detail"] = problem
         return JSONResponse(body, 503 if problem else 200)
+
+    def _problem_with_life(self, status: str | None) -> str:
+        """Return why the server should be started again; empty if it lives."""
+        if self._worker_ended:
+            return "the predictor's process has ended"
+        # After a SIGINT, Cog's server takes no connection while it ends.
+        if status == "DEFUNCT" or (status is None and not self.predictions.draining):
+            return _SILENT
+        return ""
+
+    def _problem_with_readiness(self, status: str | None) -> str:
+        """Return why requests should go elsewhere; empty if they may come."""
+        if self.predictions.draining:
+            return "the server is stopping"
+        if status is None:
+            return _SILENT
+        now = time.monotonic()
+        busy_for = now - max(self._busy_since or now, self.predictions.progress)
+        if status == "BUSY" and busy_for > self._settings.busy_timeout:
+            return f"all slots have been busy for {busy_for:.0f} s without any progress"
+        if status not in ("READY", "BUSY"):
+            return "Cog's server is not ready"
+        return ""
 
 
 def check_content_type(scope: Scope) -> None:
@@ -393,9 +418,11 @@ def _refusal_response(error: Refusal | HTTPException, path: str) -> JSONResponse
 async def within(seconds: float, left: Callable[[], Any]) -> Any:
     """Wait until nothing is left, for a bounded time; return what is."""
     deadline = time.monotonic() + seconds
-    while (found := left()) and time.monotonic() < deadline:
+    while True:
+        found = left()
+        if not found or time.monotonic() >= deadline:
+            return found
         await asyncio.sleep(0.01)
-    return found
 
 
 def log(level: str, text: str, **fields: Any) -> None:

@@ -95,15 +95,15 @@ class Inputs:
 def _check_lengths(values: dict[str, Any], limits: TextLimits) -> None:
     lengths = {name: len(value) for name, value in values.items() if isinstance(value, str)}
     total = sum(lengths.values())
-    most = 2 * limits.characters + _OTHER_CHARACTERS
+    limit = 2 * limits.characters + _OTHER_CHARACTERS
     name = "prompt"
     try:
         limits.check("the prompt", lengths.get("prompt", 0))
         name = "system_prompt"
         limits.check("the system prompt", lengths.get("system_prompt", 0))
         name = max(lengths, key=lengths.__getitem__, default="prompt")
-        if total > most:
-            raise PromptTooLong(f"the inputs have {total} characters; the limit is {most}")
+        if total > limit:
+            raise PromptTooLong(f"the inputs have {total} characters; the limit is {limit}")
     except PromptTooLong as error:
         raise invalid(["body", "input", name], str(error), "value_error") from None
 
@@ -168,9 +168,12 @@ def read_messages(end: socket.socket, handle: Callable[..., object]) -> None:
 
     def read() -> None:
         with contextlib.suppress(OSError):
-            while message := end.recv(_LARGEST, socket.MSG_DONTWAIT):
+            while True:
+                message = end.recv(_LARGEST, socket.MSG_DONTWAIT)
+                if not message:  # the other end is closed
+                    loop.remove_reader(end)
+                    return
                 handle(*orjson.loads(message))
-            loop.remove_reader(end)  # the other end is closed
 
     loop.add_reader(end, read)
 
@@ -183,8 +186,8 @@ class Running:
     relays: set[asyncio.Task[Any] | None] = field(default_factory=set)
     show: Show | None = None  # of the request that began it
     in_predictor: bool = True
-    cancelled: bool = False  # the predictor was told
-    hooked: bool = False
+    cancelled: bool = False  # the predictor has got the message
+    hooked: bool = False  # a webhook is called at its end
 
 
 class Predictions:
@@ -225,7 +228,8 @@ class Predictions:
             self._settle(words[0])
         elif kind == "texts":
             for identifier, before, text in words:
-                if (running := self._running.get(identifier)) and running.show:
+                running = self._running.get(identifier)
+                if running is not None and running.show is not None:
                     running.show(before, text)
         else:
             self._others_run = kind == "busy"
@@ -259,7 +263,9 @@ class Predictions:
         starts = rest[0] if rest else fields.get("id")
         if not isinstance(starts, str):
             starts = uuid.uuid4().hex
-            method, target = "PUT", f"/{collection}/{starts}{target[len(path) :]}"
+            query = target[len(path) :]
+            method = "PUT"
+            target = f"/{collection}/{starts}{query}"
         elif not rest:
             _check_identifier(starts, ["body", "id"])
         body = self._passed_body(fields, body, predicts=predicts)
@@ -298,8 +304,9 @@ class Predictions:
         """
         running = self._running.setdefault(identifier, Running(show=show))
         running.relays.add(asyncio.current_task())
-        running.in_predictor, self.progress = True, time.monotonic()
-        running.hooked |= hooked
+        running.in_predictor = True
+        running.hooked = running.hooked or hooked
+        self.progress = time.monotonic()
         try:
             self._directory.make(identifier, self._mark)
         except UnsafeDirectory as error:
@@ -316,8 +323,10 @@ class Predictions:
 
     def runs(self, identifier: str | None) -> bool:
         running = self._running.get(identifier or "")
-        # Of a predictor that does not listen, the end of an asynchronous prediction is not seen.
-        return bool(running and (running.relays or (self.listening and running.in_predictor)))
+        if running is None:
+            return False
+        # The end of an asynchronous prediction is not seen where the predictor does not listen.
+        return bool(running.relays) or (self.listening and running.in_predictor)
 
     def cancel(self, identifier: str) -> bool:
         """Cancel a prediction, however early; return False if only Cog's server can do that."""
@@ -328,26 +337,37 @@ class Predictions:
         return True
 
     def cancel_relays(self) -> None:
-        for task in [task for running in self._running.values() for task in running.relays if task]:
-            task.cancel()
+        relays = [task for running in self._running.values() for task in running.relays]
+        for task in relays:
+            if task is not None:
+                task.cancel()
 
     def left(self) -> str:
         """Return what still runs, in words; empty for nothing."""
         count = sum(map(self.runs, self._running))
-        left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
-        left += ["a webhook"] * (time.monotonic() < self._webhooks_until)
-        return " and ".join(left + ["requests to another API"] * self._others_run)
+        left = []
+        if count:
+            left.append("1 prediction" if count == 1 else f"{count} predictions")
+        if time.monotonic() < self._webhooks_until:
+            left.append("a webhook")
+        if self._others_run:
+            left.append("requests to another API")
+        return " and ".join(left)
 
     def _settle(self, identifier: str, in_predictor: bool = False) -> None:
-        if running := self._running.get(identifier):
-            running.in_predictor &= in_predictor
-            if not running.relays and not running.in_predictor:
-                del self._running[identifier]
-                if running.hooked:
-                    self._webhooks_until = time.monotonic() + WEBHOOK_SECONDS
-                if running.cancelled:
-                    self.send("forget", identifier)
-                asyncio.get_running_loop().call_later(REMOVE_SECONDS, self._remove, identifier)
+        """Forget a prediction that neither the predictor nor a response has any more."""
+        running = self._running.get(identifier)
+        if running is None:
+            return
+        running.in_predictor = running.in_predictor and in_predictor
+        if running.relays or running.in_predictor:
+            return
+        del self._running[identifier]
+        if running.hooked:
+            self._webhooks_until = time.monotonic() + WEBHOOK_SECONDS
+        if running.cancelled:
+            self.send("forget", identifier)
+        asyncio.get_running_loop().call_later(REMOVE_SECONDS, self._remove, identifier)
 
     def _remove(self, identifier: str) -> None:
         if identifier not in self._running:  # nor begun again
