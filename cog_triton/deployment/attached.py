@@ -123,8 +123,11 @@ class RunningTriton:
         self._reconnecting = asyncio.Lock()
 
     async def healthy(self) -> bool:
-        reply = await self._ask("ServerReady")
-        return reply is not None and bool(reply.ready)
+        try:
+            reply = await self._ask("ServerReady")
+        except (TritonUnavailable, asyncio.TimeoutError):
+            return False
+        return bool(reply.ready)
 
     async def wait(self, seconds: float) -> None:
         """Wait until it is ready, or raise ConfigurationError after so many seconds."""
@@ -135,8 +138,29 @@ class RunningTriton:
             await asyncio.sleep(POLL_SECONDS)
 
     async def config(self, model: str) -> Any:
-        reply = await self._ask("ModelConfig", name=model)
-        return None if reply is None else reply.config
+        """Return the configuration of a model; None if Triton has no model of this name.
+
+        A busy server may take longer than the time-out, and a connection may be lost. Neither says that
+        there is no such model, so Triton is asked again, for ``TRITON_START_TIMEOUT`` seconds at most.
+        """
+        seconds = self._settings.start_timeout
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                reply = await self._ask("ModelConfig", name=model)
+            except TritonUnavailable as error:
+                if not error.blameless:
+                    return None  # the connection is fine: this is Triton's answer
+            except asyncio.TimeoutError:
+                pass
+            else:
+                return reply.config
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"the Triton at {self._address} did not say within {seconds:g} s whether it has "
+                    f"a model {model}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
 
     async def client(self, failed: TritonClient | None) -> TritonClient:
         """See ``cog_triton.client.resume.Clients``."""
@@ -154,10 +178,10 @@ class RunningTriton:
         return GrpcClient(self._address, response_timeout=self._settings.response_timeout)
 
     async def _ask(self, method: str, **fields: str) -> Any:
+        """Return the reply to a question, or raise TritonUnavailable or asyncio.TimeoutError."""
         request = getattr(service_pb2, f"{method}Request")(**fields)
         reply = getattr(service_pb2, f"{method}Response")
-        with contextlib.suppress(TritonUnavailable, asyncio.TimeoutError):
-            return await asyncio.wait_for(self.current.call(method, request, reply), ASK_SECONDS)
+        return await asyncio.wait_for(self.current.call(method, request, reply), ASK_SECONDS)
 
 
 @dataclass(eq=False, kw_only=True)

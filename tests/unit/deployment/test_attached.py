@@ -1,12 +1,14 @@
 """A Triton that runs already: which end tokens its answers have."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.deployment import attached
+from cog_triton.errors import ConfigurationError, TritonUnavailable, blameless
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer
@@ -46,3 +48,57 @@ def test_end_tokens(
     triton: Any = Triton(servers)
     found = asyncio.run(attached._end_tokens(settings, triton, tokenizer))
     assert found == expected
+
+
+LOST = blameless(TritonUnavailable("the connection was lost"))
+UNKNOWN = TritonUnavailable("Request for unknown model: 'm' is not found")
+
+
+def running(answers: list[Any], **settings: str) -> attached.RunningTriton:
+    """A Triton that answers one question after the other: with a reply, an error, or not in time."""
+    triton = attached.RunningTriton(read_settings(settings), "127.0.0.1:1")
+
+    async def call(*_: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            await asyncio.sleep(60)
+        return answer
+
+    client: Any = triton.current
+    client.call = call
+    return triton
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "found"),
+    [
+        ([], "a config", True),
+        ([None, None], "a config", True),
+        ([LOST, None, LOST], "a config", True),
+        ([], UNKNOWN, False),
+        ([None, LOST], UNKNOWN, False),
+    ],
+    ids=["at once", "after time-outs", "after losses", "unknown", "unknown after both"],
+)
+def test_a_model_is_asked_for_again_until_triton_answers(
+    before: list[Any], last: Any, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time-out or a lost connection does not say that there is no such model."""
+    monkeypatch.setattr(attached, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(attached, "POLL_SECONDS", 0.0)
+    reply = SimpleNamespace(config=last) if found else last
+    answers = [*before, reply]
+    config = asyncio.run(_config(answers))
+    assert (config, answers) == (last if found else None, [])
+
+
+async def _config(answers: list[Any], **settings: str) -> Any:
+    return await running(answers, **settings).config("m")
+
+
+def test_a_triton_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "ASK_SECONDS", 0.01)
+    with pytest.raises(ConfigurationError, match="whether it has a model m"):
+        asyncio.run(_config([None] * 99, TRITON_START_TIMEOUT="0.05"))
