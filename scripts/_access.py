@@ -1,4 +1,4 @@
-"""The table of docs/operations.md: who may ask what at which port, made from the routes in the code."""
+"""The access table of docs/operations.md: who may use which routes, made from the routes in the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from cog_triton.api.openai.routes import messages, operation
 from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.web.origin import SAFE_METHODS
 
-HEADER = ("Port", "Routes", "Who may", "Body, and bytes of it", "Time", "Pages of other origins")
+HEADER = (
+    "Port",
+    "Routes",
+    "Who may use it",
+    "Body and its limit",
+    "Time limit",
+    "Web pages of other origins",
+)
 COG, OPENAI = "`PORT` of `make serve`", "`PORT` of `make openai`; `OPENAI_PORT`"
 METRICS_PORT = "`PREDICTOR_METRICS_PORT`"
 # What the front passes on to Cog's server. Any other path is passed on too, and gets 404 there.
@@ -39,12 +46,12 @@ ANYBODY = "anyone who can reach the port"
 WITH_KEY = "anyone with an API key; anyone at all if no keys are configured"
 WITH_LIST_TOKEN = "anyone with `REPLICATE_LIST_TOKEN`; nobody if it is not set"
 # Ports of NVIDIA's and Cog's servers, whose checks are theirs.
-ALL_OF_TRITON = "all of Triton's, but `TRITON_CLOSED_APIS`"
+ALL_OF_TRITON = "all of Triton's, except `TRITON_CLOSED_APIS`"
 OTHERS = (
     ("`TRITON_HTTP_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "may send it"),
     ("`TRITON_GRPC_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "cannot"),
     ("`TRITON_METRICS_PORT`", "`GET /metrics`", ANYBODY, "Triton's limits", "none", "may send it"),
-    ("a free one of 127.0.0.1", "Cog's server, behind its port", "the front", "", "", "cannot"),
+    ("a free port of 127.0.0.1", "Cog's server, behind the front", "the front", "", "", "cannot"),
     (
         "`PORT` of `make scale`",
         "those of Dynamo's frontend",
@@ -53,7 +60,7 @@ OTHERS = (
         "none",
         "Dynamo's",
     ),
-    ("free ones, for Dynamo", "between its frontend and workers", ANYBODY, "", "", "cannot"),
+    ("free ports, for Dynamo", "between its frontend and workers", ANYBODY, "", "", "cannot"),
 )
 
 

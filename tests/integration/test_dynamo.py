@@ -291,7 +291,7 @@ GUIDED = {"prompt": PROMPT, "guided_regex": "[a-c]{300}", "max_tokens": 350, "te
 
 
 @pytest.fixture(scope="module")
-def undisturbed(scaled: Scaled) -> list[str]:
+def uninterrupted(scaled: Scaled) -> list[str]:
     """Return the texts of all requests, the guided one last."""
     answers = under_load(scaled, [], 0, *requests(), GUIDED)
     assert len(set(answers)) > STREAMS // 2
@@ -299,15 +299,15 @@ def undisturbed(scaled: Scaled) -> list[str]:
     return answers
 
 
-def test_no_stream_is_lost_with_the_tritonservers(scaled: Scaled, undisturbed: list[str]) -> None:
+def test_no_stream_is_lost_with_the_tritonservers(scaled: Scaled, uninterrupted: list[str]) -> None:
     """A guided stream, which Dynamo does not move, continues as well."""
     victims = [one for worker in scaled.workers() for one in scaled.tritons(worker)]
     assert len(victims) == 2
-    assert under_load(scaled, victims, signal.SIGKILL, *requests(), GUIDED) == undisturbed
+    assert under_load(scaled, victims, signal.SIGKILL, *requests(), GUIDED) == uninterrupted
     assert MOVED not in scaled.log.read_text()
 
 
-def test_no_stream_is_lost_with_a_worker(scaled: Scaled, undisturbed: list[str]) -> None:
+def test_no_stream_is_lost_with_a_worker(scaled: Scaled, uninterrupted: list[str]) -> None:
     """New requests do not meet it either: it leaves the list before another takes its place."""
     ended = threading.Event()
 
@@ -327,14 +327,16 @@ def test_no_stream_is_lost_with_a_worker(scaled: Scaled, undisturbed: list[str])
             ended.set()
         assert {status for one in asking for status in one.result()} == {200}
         leaving.result()
-    assert answers == undisturbed[:STREAMS]
+    assert answers == uninterrupted[:STREAMS]
     assert MOVED in scaled.log.read_text()
     wait_until(lambda: serving(scaled.url), START_TIMEOUT, "two workers again")
 
 
-def test_no_stream_moves_from_a_worker_told_to_stop(scaled: Scaled, undisturbed: list[str]) -> None:
+def test_no_stream_moves_from_a_worker_told_to_stop(
+    scaled: Scaled, uninterrupted: list[str]
+) -> None:
     before = scaled.log.read_text().count(MOVED)
-    assert under_load(scaled, scaled.workers()[:1], signal.SIGTERM) == undisturbed[:STREAMS]
+    assert under_load(scaled, scaled.workers()[:1], signal.SIGTERM) == uninterrupted[:STREAMS]
     assert scaled.log.read_text().count(MOVED) == before
 
 

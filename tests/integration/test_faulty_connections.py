@@ -62,7 +62,7 @@ async def ids_of(streams: Streams, request: Request, ids: list[int]) -> list[int
 
 @pytest.fixture(scope="module")
 def expected(server: Triton) -> list[list[int]]:
-    """The undisturbed answers."""
+    """The uninterrupted answers."""
 
     async def main() -> list[list[int]]:
         async with contextlib.aclosing(GrpcClient(server.endpoints.grpc, response_timeout=60)) as c:

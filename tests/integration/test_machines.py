@@ -45,7 +45,7 @@ class Machines:
     processes: dict[tuple[str, int], subprocess.Popen[bytes]] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     starts: list[int] = field(default_factory=lambda: [1, 1])  # of their tritonservers
-    undisturbed: list[str] = field(default_factory=list)  # of ``under_load``
+    uninterrupted: list[str] = field(default_factory=list)  # of ``under_load``
 
     def __post_init__(self) -> None:
         self.namespace, self.link = f"there-{os.getpid()}", f"veth{os.getpid()}"
@@ -204,8 +204,8 @@ def streams_survive(machines: Machines, harmed: str) -> None:
         machines.ip(f"-n {machines.namespace} link set eth0 up")
 
     machines.wait_until_serving()
-    machines.undisturbed = machines.undisturbed or under_load(machines)
-    assert under_load(machines, harm) == machines.undisturbed
+    machines.uninterrupted = machines.uninterrupted or under_load(machines)
+    assert under_load(machines, harm) == machines.uninterrupted
 
 
 async def load(machines: Machines, kills: list[str]) -> list[str | BaseException]:
@@ -237,8 +237,8 @@ async def load(machines: Machines, kills: list[str]) -> list[str | BaseException
 @pytest.mark.parametrize("machines", ["etcd"], indirect=True, scope="module")
 def test_many_streams_under_kills(machines: Machines) -> None:
     """No stream hangs, breaks or is wrong; a new request may meet the death of its worker."""
-    undisturbed = texts([(machines.url(HERE), body_of(i)) for i in range(12)], lambda: None)
-    expected, kills = asyncio.run(undisturbed), list[str]()
+    uninterrupted = texts([(machines.url(HERE), body_of(i)) for i in range(12)], lambda: None)
+    expected, kills = asyncio.run(uninterrupted), list[str]()
     answers = asyncio.run(load(machines, kills))
     others = [one for i, one in enumerate(answers) if one != expected[i % 12]]
     refused = [one for one in others if isinstance(one, Failed) and one.args == (500,)]

@@ -155,11 +155,11 @@ async def test_streams_go_on_as_if_nothing_had_happened(
         # Long enough that a server on a busy machine is not taken for one that hangs.
         environment["TRITON_HANG_TIMEOUT"] = "8"
     async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-        undisturbed = await answers(deployment)
+        uninterrupted = await answers(deployment)
         for number, kill in enumerate(kills, 1):
             killed = deployment.supervisor.running
             assert killed is not None
-            assert await answers(deployment, kill) == undisturbed, kill
+            assert await answers(deployment, kill) == uninterrupted, kill
             assert deployment.supervisor.restarts == number
             assert await deployment.healthy()
             assert not left_of(killed.server.shm_prefix)
@@ -191,8 +191,8 @@ async def test_sampled_text_goes_on_as_it_would_have(
     async with deployed(tmp_path / "double", ENGINE="transformers") as deployment:
         # So many that the engine does not make them all before the first few have been read.
         tokens = 4 * TOKENS
-        undisturbed = await answers(deployment, tokens=tokens, streams=4)
-        assert await answers(deployment, STUB, tokens, 4) == undisturbed
+        uninterrupted = await answers(deployment, tokens=tokens, streams=4)
+        assert await answers(deployment, STUB, tokens, 4) == uninterrupted
         assert deployment.supervisor.restarts == 1
     check_stub_is_named("tensorrt_llm", caplog.text)
 
@@ -202,7 +202,7 @@ async def test_a_restart_while_requests_are_cancelled_loses_no_place(demo_model:
     """The first kill comes in the prefill: no token was delivered."""
     environment = {"MAX_RUNNING": "2", "SIMULATED_PREFILL_MS": "300", "TRITON_STOP_TIMEOUT": "1"}
     async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-        undisturbed = await answer(deployment, request(0))
+        uninterrupted = await answer(deployment, request(0))
         running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
         life = deployment.supervisor.running
         assert life is not None
@@ -214,7 +214,7 @@ async def test_a_restart_while_requests_are_cancelled_loses_no_place(demo_model:
             await asyncio.sleep(0.05)
         ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
         whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
-        assert whole == [undisturbed] * 6
+        assert whole == [uninterrupted] * 6
         assert (deployment.admission.running, deployment.admission.waiting) == (0, 0)
         assert deployment.supervisor.restarts == 1
 
@@ -245,15 +245,15 @@ async def test_a_request_that_ends_servers_fails_alone(demo_model: Path, tmp_pat
     poisonous = dataclasses.replace(request(0), seed=POISON)
     environment = {"ENGINE": "simulated", "TRITON_MODEL_REPO": str(templates)}
     async with deployed(demo_model, **environment) as deployment:
-        undisturbed = await answers(deployment)
+        uninterrupted = await answers(deployment)
         poison: list[asyncio.Task[Any]] = []
         send = once(lambda: poison.append(asyncio.create_task(answer(deployment, poisonous))))
         running = [answer(deployment, request(i), send) for i in range(STREAMS)]
-        assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
+        assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == uninterrupted
         with pytest.raises(TritonUnavailable, match="two servers crashed"):
             await asyncio.wait_for(poison[0], SECONDS)
         assert deployment.supervisor.restarts == 2
-        assert await answers(deployment) == undisturbed
+        assert await answers(deployment) == uninterrupted
 
 
 @pytest.fixture

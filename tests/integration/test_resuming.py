@@ -1,4 +1,4 @@
-"""Kinds of answers, by parts that are killed while they run: each is as undisturbed, id by id."""
+"""Kinds of answers, by parts that are killed while they run: each is as without the kill, id by id."""
 
 import asyncio
 import contextlib
@@ -188,15 +188,15 @@ async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None
     def tried() -> int:
         return asked.server.log.read_text().count("resuming request")
 
-    undisturbed = await asked.answers(on_event)
-    assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)
+    uninterrupted = await asked.answers(on_event)
+    assert len({repr(answer) for answer in uninterrupted.values()}) == len(asked.names)
     last = events // 2
     for _ in range(5 * kills):
         events, before, tried_before = 0, killed, tried()
         moments += sorted(dice.sample(range(len(asked.names), last), min(4, kills - killed)))
         answers = await asyncio.wait_for(asked.answers(on_event), SECONDS)
         for name in asked.names:
-            both = undisturbed[name], answers[name]
+            both = uninterrupted[name], answers[name]
             assert same(*both), (name, parts, killed, *both)
         moments.clear()
         since.clear()

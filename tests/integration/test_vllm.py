@@ -139,15 +139,15 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
     async def test() -> None:
         # On a busy machine vLLM takes minutes to start.
         async with deployed(demo_model, **environment, RESUME_TIMEOUT=str(SECONDS)) as deployment:
-            undisturbed = [await answer(deployment)] * STREAMS
+            uninterrupted = [await answer(deployment)] * STREAMS
             life = deployment.supervisor.running
             assert life is not None
             processes = vllm_processes(life.server)
             begun = asyncio.Event()
-            running = [asyncio.create_task(answer(deployment, begun)) for _ in undisturbed]
+            running = [asyncio.create_task(answer(deployment, begun)) for _ in uninterrupted]
             await begun.wait()
             processes[0].kill()
-            assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
+            assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == uninterrupted
             assert deployment.supervisor.restarts == 1
             assert not any(p.is_running() for p in processes)
             # Nothing runs now, and its end is noticed all the same.

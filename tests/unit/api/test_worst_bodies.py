@@ -141,7 +141,7 @@ FORMS: dict[str, Callable[[], bytes]] = {
 
 
 @contextlib.contextmanager
-def undisturbed(port: Port, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def uninterrupted(port: Port, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail if a callback of the port's loop, or all threads together, take too long."""
     longest = 0.0
     run = asyncio.events.Handle._run
@@ -181,7 +181,7 @@ def test_shapes_at_the_openai_port(
 ) -> None:
     needed = {"/v1/messages": b'"max_tokens":1,'}.get(path, b"")
     body = b'{%b"%b":%b}' % (needed, OPENAI_FIELDS[path].encode(), SHAPES[shape]())
-    with undisturbed(openai_port, monkeypatch):
+    with uninterrupted(openai_port, monkeypatch):
         reply = openai_port.ask("POST", path, body, JSON_TYPE)
     assert reply.status_code < 500, reply.text
 
@@ -191,7 +191,7 @@ def test_shapes_at_cogs_port(
     cog_port: CogPort, path: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = b'{"%b":%b}' % (COGS_FIELDS[path].encode(), SHAPES[shape]())
-    with undisturbed(cog_port, monkeypatch):
+    with uninterrupted(cog_port, monkeypatch):
         reply = cog_port.ask("POST", path, body, JSON_TYPE)
     assert reply.status_code < 500, reply.text
 
@@ -202,7 +202,7 @@ def test_long_fields_at_the_openai_port(
 ) -> None:
     path, fields = FIELDS[field]
     body = json.dumps(fields).encode()
-    with undisturbed(openai_port, monkeypatch):
+    with uninterrupted(openai_port, monkeypatch):
         reply = openai_port.ask("POST", path, body, JSON_TYPE)
     assert reply.status_code < 500, reply.text
 
@@ -214,6 +214,6 @@ def test_forms_at_both_ports(
     headers = {"Content-Type": FORM}
     for port, name in ((cog_port, b"content"), (openai_port, b"file")):
         body = FORMS[form]().replace(b"NAME", name)
-        with undisturbed(port, monkeypatch), contextlib.suppress(ConnectionError):
+        with uninterrupted(port, monkeypatch), contextlib.suppress(ConnectionError):
             assert port.ask("POST", "/v1/files", body, headers).status_code < 500
         monkeypatch.undo()
