@@ -324,7 +324,8 @@ def server_sent_events(reply: httpx.Response) -> Iterator[tuple[str, bytes]]:
     """The name and the data of each event of a stream, as they come."""
     parser = EventParser()
     for part in reply.iter_raw():
-        yield from parser.feed(part)
+        for name, data in parser.feed(part):
+            yield name, data.strip()
 
 
 def chunks(events: Iterator[Event]) -> list[str]:

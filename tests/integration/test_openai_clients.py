@@ -11,8 +11,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from tests.integration.test_openai_structured import SWITCH, Verdict
@@ -143,6 +141,10 @@ def test_anthropics_errors(claude: anthropic.Anthropic) -> None:
 
 @pytest.mark.rare
 def test_langchain(server: OpenAIServer) -> None:
+    # Its imports take seconds, which every process of a test run would spend.
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
     chain = ChatOpenAI(
         model="demo",
         base_url=f"{server.url}/v1",
