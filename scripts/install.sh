@@ -20,6 +20,7 @@ case $version in
     exit 1
     ;;
 esac
+say "making the environment $venv; the first time, this takes up to a few minutes"
 if ! "$python" -m venv "$venv"; then
     say "there is no venv, which Debian and Ubuntu have in python3-venv"
     exit 1
@@ -42,9 +43,11 @@ for option in index-url=UV_DEFAULT_INDEX extra-index-url=UV_INDEX find-links=UV_
 done
 
 if ! command -v nvidia-smi >/dev/null && [ ! -e /dev/nvidiactl ]; then
+    say "installing PyTorch for CPUs"
     torch=$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
     (export UV_HTTP_RETRIES=0 UV_HTTP_CONNECT_TIMEOUT=5
         uv_pip --quiet --torch-backend cpu --no-deps "$torch" 2>/dev/null) ||
         say "PyTorch's index of builds for CPUs cannot be reached: its build is as pip finds it"
 fi
+say "installing the other packages"
 uv_pip "$@"

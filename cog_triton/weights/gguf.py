@@ -36,6 +36,7 @@ _CONVERTED, _UNFINISHED = "model", "unfinished-"
 _NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _PART = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 _PROGRESS = re.compile(r"(?P<done>\d+) of (?P<total>\d+) bytes")
+_WRITING = "writing"
 # Between two lines on the progress of a conversion: each is a line of a log file.
 TERMINAL_SECONDS, PIPE_SECONDS = 0.5, 10.0
 _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -154,6 +155,8 @@ def log_progress(name: str, lines: Iterable[str]) -> None:
     interval = TERMINAL_SECONDS if sys.stderr.isatty() else PIPE_SECONDS
     last = time.monotonic()
     for line in lines:
+        if line.strip() == _WRITING:
+            progress.info("converting %s: writing the weights", name)
         numbers = _PROGRESS.fullmatch(line.strip())
         if numbers is None or time.monotonic() - last < interval:
             continue
@@ -215,6 +218,7 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
         scale_rope(model.config, details.rope)
     if details.end_tokens:
         model.generation_config.eos_token_id = list(details.end_tokens)
+    print(_WRITING, flush=True)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(**where).save_pretrained(directory)
 

@@ -57,6 +57,14 @@ def test_pytorch_for_cpus_is_taken_without_a_gpu(gpu: bool, index: int, tmp_path
     assert ("cannot be reached" in done.stderr) is bool(index)
 
 
+def test_each_step_is_announced_on_standard_error(tmp_path: Path) -> None:
+    done, _ = install(tmp_path)
+    steps = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]
+    assert steps[0].startswith(f"setup: making the environment {tmp_path}/venv")
+    assert steps[-1] == "setup: installing the other packages"
+    assert "setup:" not in done.stdout
+
+
 def test_an_old_python_and_a_failed_step_end_it(tmp_path: Path) -> None:
     assert install(tmp_path, pip=3)[0].returncode == 3
     done, _ = install(tmp_path, version="3.9")

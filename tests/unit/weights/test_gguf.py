@@ -227,6 +227,7 @@ def test_a_conversion_says_how_far_it_is(
     file = write_gguf(tmp_path / "tiny.gguf")
     gguf.converted(file, tmp_path / "cache")
     lines = [record.getMessage() for record in caplog.records if record.name == gguf.progress.name]
+    assert lines.pop() == "converting tiny.gguf: writing the weights"
     sizes = [re.fullmatch(r"converting tiny\.gguf: (\S+)B of (\S+)B read", line) for line in lines]
     assert len(sizes) > 5
     assert None not in sizes
