@@ -1,7 +1,9 @@
 """One stream interface to a running Triton, and its two transports.
 
     stream.py          the interface: a client, its streams, their responses, Triton's errors
-    grpc_transport.py  over gRPC, on a connection of h2's
+    grpc_transport.py  over gRPC, on one long stream
+    connection.py      bytes: HTTP/2 and its calls, on h2
+    demultiplexer.py   from messages to the frames of each request
     messages.py        the requests and responses of that
     http_transport.py  over HTTP, by generate_stream
     tracing.py         spans of an answer and its steps; the tracer

@@ -1,9 +1,9 @@
-"""The connection of the gRPC client: with gRPC's own server, and with one that breaks rules."""
+"""The gRPC client: with gRPC's own server, and with a peer that does what it is told."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -11,16 +11,23 @@ import numpy as np
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.errors import ErrorCodes
-from h2.events import DataReceived, RequestReceived, StreamReset
+from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 from tritonclient.grpc import service_pb2 as messages
 
-from cog_triton.client import grpc_transport
-from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
+from cog_triton.client import connection, demultiplexer, grpc_transport
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.client.stream import Arrivals
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
 from cog_triton.protocol.frames import Frame, FrameAddress, encode_frames
-from cog_triton.protocol.names import FRAMES, FRAMES_FOR, OUTPUTS
+from cog_triton.protocol.names import (
+    ENGINE,
+    FRAMES,
+    FRAMES_FOR,
+    IDS_ENSEMBLE,
+    OUTPUTS,
+    TRACEPARENT,
+)
 
 pytestmark = pytest.mark.anyio
 SERVICE = "inference.GRPCInferenceService"
@@ -61,11 +68,11 @@ class Raw(bytes):
         return bytes(self)
 
 
-async def ask(client: GrpcClient, method: str, message: bytes = b"") -> Stream:
+async def ask(client: GrpcClient, method: str, message: bytes = b"") -> Arrivals[bytes]:
     return await client.send(method, cast(Any, Raw(message)))
 
 
-async def all_of(stream: Stream) -> list[bytes]:
+async def all_of(stream: Arrivals[bytes]) -> list[bytes]:
     """All messages of an answer, which ends as it should."""
     assert await stream.ends_within(20)
     taken = await stream.take()
@@ -75,9 +82,9 @@ async def all_of(stream: Stream) -> list[bytes]:
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": uv}) for uv in (False, True)])
-async def test_many_streams_large_small_and_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_calls_large_small_and_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may be sent or received unasked, so that both sides have to grant more."""
-    monkeypatch.setattr(grpc_transport, "_LARGEST_WINDOW", 2**17)
+    monkeypatch.setattr(connection, "_LARGEST_WINDOW", 2**17)
     async with serving() as client:
         sent = [b"", b"x", LARGE, *(b"%d" % i * i for i in range(200)), LARGE]
         answers = [await ask(client, "echo", message) for message in sent]
@@ -85,12 +92,10 @@ async def test_many_streams_large_small_and_empty(monkeypatch: pytest.MonkeyPatc
         assert received == [[message, b"last"] for message in sent]
 
 
-async def test_a_cancelled_stream_is_silent_and_the_others_go_on() -> None:
+async def test_a_cancelled_call_is_silent_and_the_others_go_on() -> None:
     async with serving() as client:
         stream = await ask(client, "wait", LARGE)
         assert await stream.take() == [b"begun"]
-        # It may have been an adapter of many megabytes.
-        assert cast(memoryview, stream.call.unsent).obj == b""
         stream.close()
         stream.close()
         assert await all_of(await ask(client, "echo", b"x")) == [b"x", b"last"]
@@ -99,431 +104,47 @@ async def test_a_cancelled_stream_is_silent_and_the_others_go_on() -> None:
         await ask(client, "wait")
 
 
-class Transport(asyncio.Transport):
-    """Keeps what is written, and knows whether it was aborted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.aborted = self.closed = False
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.aborted or self.closed
-
-
-class ClosedTransport(Transport):
+class ClosedTransport(asyncio.Transport):
     """As uvloop's is between its end and ``connection_lost``."""
 
     def write(self, _: Any) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
 
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        pass
+
 
 async def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
     async with serving() as client:
         await ask(client, "wait")
-        (connection,) = client._connections
-        transport, connection._transport = connection._transport, ClosedTransport()
+        (used,) = client._connections
+        transport, used._transport = used._transport, ClosedTransport()
         stream = await ask(client, "echo", b"hello")
         transport.abort()
         with pytest.raises(TritonUnavailable, match="closed the connection"):
             await stream.take()
 
 
-# Without a network
-
-
-class Exchange:
-    """A stream of a connection, and the peer's side of it."""
-
-    def __init__(self) -> None:
-        self.transport = Transport()
-        self.connection = Connection("localhost:1")
-        self.connection.connection_made(self.transport)
-        self.stream = self.connection.send("/", Raw(b""))
-        self.peer = H2Connection(H2Configuration(client_side=False))
-        self.peer.initiate_connection()
-        self.peer.receive_data(self.transport.written)
-        self.transport.written = b""
-
-    def receive(self) -> None:
-        """Hand over what the peer has written."""
-        self.connection.data_received(self.peer.data_to_send())
-
-    async def problem(self) -> str:
-        self.receive()
-        with pytest.raises(TritonUnavailable) as caught:
-            await self.stream.take()
-        return caught.value.message
-
-
-@pytest.fixture
-async def exchange() -> Exchange:
-    return Exchange()
-
-
-async def test_streams_are_counted_and_forgotten(exchange: Exchange) -> None:
-    """Of thousands that have ended few are kept, and a peer gets no more at once than it takes."""
-    exchange.stream.close()
-    for _ in range(2000):
-        exchange.connection.send("/", Raw(b""))
-        exchange.connection.send("/", Raw(b"")).close()
-    exchange.peer.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: 2002})
-    exchange.receive()
-    streams = [exchange.connection.send("/", Raw(b"")) for _ in range(2)]
-    with pytest.raises(TritonUnavailable, match="2002 open"):
-        await exchange.connection.send("/", Raw(b"")).take()
-    streams[0].close()
-    exchange.connection.send("/", Raw(b""))
-    assert len(exchange.connection._h2.streams) < 2100
-
-
-OK = ("send_headers", 1, [(":status", "200")])
-FULL = [("grpc-status", "14"), ("grpc-message", "no%20more")]
-UNREADABLE = "Triton's answer cannot be read: "
-
-
-@pytest.mark.parametrize(
-    ("sent", "problem", "usable"),
-    [
-        ([OK, ("send_headers", 1, FULL, True)], "no more", True),
-        ([OK, ("send_headers", 1, [("grpc-status", "5")], True)], "gRPC's status 5", True),
-        ([("reset_stream", 1, ErrorCodes.REFUSED_STREAM)], "Triton reset the stream: ", True),
-        ([OK, ("send_data", 1, b"\1\0\0\0\1x")], UNREADABLE + "a compressed message", True),
-    ],
-)
-async def test_an_answer_that_fails(
-    sent: list[tuple[Any, ...]], problem: str, usable: bool, exchange: Exchange
-) -> None:
-    for name, *arguments in sent:
-        getattr(exchange.peer, name)(*arguments)
-    assert (await exchange.problem()).startswith(problem)
-    assert (exchange.connection.usable, exchange.transport.aborted) == (usable, not usable)
-
-
-@pytest.mark.parametrize("data", [b"\0\0\1\0\0\0\0\0\3x", b"\0\0\1\0\0\0\0\0\0x"])
-async def test_what_no_server_may_send_ends_the_connection(data: bytes, exchange: Exchange) -> None:
-    exchange.receive()  # the settings
-    exchange.connection.data_received(data)
-    assert exchange.transport.aborted
-    assert (await exchange.problem()).startswith(UNREADABLE)
-
-
-async def test_the_last_stream_of_a_connection_is_its_last(exchange: Exchange) -> None:
-    exchange.connection._h2.highest_outbound_stream_id = 2**31 - 5
-    for usable in (True, False):
-        exchange.connection.send("/", Raw(b""))
-        assert (exchange.connection.usable, exchange.transport.aborted) == (usable, False)
-
-
-def frames(values: Sequence[int]) -> Iterator[Frame]:
-    """Frames by five values each: sequence, size of the rest, ids so far (~ at the end), prompt, ids."""
-    at = 0
-    while at < len(values):
-        sequence, size, so_far, input_tokens = values[at : at + 4]
-        ids = list(values[at + 4 : at + 2 + size])
-        count = ~so_far if so_far < 0 else so_far
-        yield Frame(sequence, count - len(ids), ids, input_tokens, so_far < 0)
-        at += 2 + size
-
-
-def parts(received: Sequence[Frame]) -> list[list[int]]:
-    return [
-        [~frame.end if frame.final else frame.end, frame.input_tokens, *frame.ids]
-        for frame in received
-    ]
-
-
-class Shared(Exchange):
-    """Requests whose answers may have parts of each other's, and Triton's side of their streams."""
-
-    def ask(self, *names: str, trace: str | None = None) -> list[Stream]:
-        requests = [messages.ModelInferRequest(id=name) for name in names]
-        streams = [self.connection.send("/", each, trace, shared=True) for each in requests]
-        addresses = [
-            FrameAddress.parse(each.parameters[FRAMES_FOR].string_param) for each in requests
-        ]
-        assert addresses == [
-            FrameAddress(self.connection._reader, stream.number) for stream in streams
-        ]
-        return streams
-
-    async def asked(self) -> dict[int, int]:
-        """The requests of each stream that have come at the end of the loop's turn; -1 for a reset."""
-        await asyncio.sleep(0)
-        written, self.transport.written = self.transport.written, b""
-        counts: Counter[int] = Counter()
-        for event in self.peer.receive_data(written):
-            if isinstance(event, RequestReceived):
-                self.peer.send_headers(event.stream_id, [(":status", "200")])
-            elif isinstance(event, DataReceived):
-                counts[event.stream_id] += event.data.count(self.connection._reader.encode())
-            elif isinstance(event, StreamReset):
-                counts[event.stream_id] = -1
-        return counts
-
-    def answer(self, number: int, *values: int, of: str = "") -> Any:
-        """Write a response with frames; one without values is a last one."""
-        content = encode_frames(frames(values)) if values else np.array([], np.int32)
-        return self.tensors(number, content, names=[FRAMES], final=not values, of=of)
-
-    def tensors(
-        self, number: int, values: Any, *, names: Any, final: bool = False, of: str = ""
-    ) -> Any:
-        """Write a response with outputs that have the same values."""
-        response = messages.ModelInferResponse(outputs=[{"name": name} for name in names], id=of)
-        response.parameters["triton_final_response"].bool_param = final
-        response.raw_output_contents.extend([values.tobytes()] * len(names))
-        whole = messages.ModelStreamInferResponse(infer_response=response)
-        self.write(number, whole.SerializeToString())
-        return whole
-
-    def write(self, number: int, message: bytes) -> None:
-        self.peer.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
-        self.receive()
-
-    async def together(self, number: int, *names: str) -> list[Stream]:
-        """Requests on one stream."""
-        streams = self.ask(*names)
-        assert await self.asked() == {number: len(names)}
-        return streams
-
-
-@pytest.fixture
-async def shared() -> Shared:
-    return Shared()
-
-
-async def test_parts_of_answers_come_on_any_stream_and_in_any_order(shared: Shared) -> None:
-    one, two, gone, whole = [(await shared.together(n, "1"))[0] for n in (3, 5, 7, 9)]
-    shared.answer(5, 2, 3, 1, 9, 60)
-    assert parts(await two.take()) == [[1, 9, 60]]
-    shared.answer(5, 2, 3, ~3, 9, 62)
-    shared.peer.send_headers(5, [("grpc-status", "0")], end_stream=True)
-    shared.receive()  # the end of that stream, before a part on another
-    rest = asyncio.ensure_future(two.take())
-    await asyncio.sleep(0)
-    shared.answer(3, 1, 3, 1, 9, 40, 2, 3, 2, 9, 61, 99, 3, 1, 9, 0)  # 99 is nobody's
-    assert parts(await one.take()) == [[1, 9, 40]]
-    assert parts(await rest) == [[2, 9, 61], [~3, 9, 62]]
-    whole.complete = True
-    whole.close()
-    assert await shared.asked() == {}  # Triton ends it
-    gone.close()  # without its end
-    assert await shared.asked() == {7: -1}
-    shared.answer(3, 1, 3, 2, 9, 41)
-    assert parts(await one.take()) == [[2, 9, 41]]  # none of its tokens was lost with the other
-
-
-async def test_what_has_no_frames_is_its_own_streams(shared: Shared) -> None:
-    """TensorRT-LLM's C++ backend knows no frames."""
-    one, two = await shared.together(3, "1", "2")
-    values = np.array([1, 2, 3, 9], np.int32)
-    assert [shared.tensors(3, values, names=OUTPUTS, of="2")] == await two.take()
-    ending = shared.tensors(3, values, names=(), final=True, of="1")
-    assert [ending] == await one.take()
-    assert (await one.ends_within(0), await two.ends_within(0)) == (True, False)
-    one.close()  # though it had no part: such an engine sends nobody's but its own
-    two.close()
-    assert await shared.asked() == {3: -1}
-
-
-async def test_requests_of_one_turn_are_sent_together(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared.ask(*"abcdefghi")
-    shared.ask("traced", trace="00-1")
-    assert await shared.asked() == {3: 8, 5: 1, 7: 1}
-    monkeypatch.setattr(grpc_transport, "_FIRST_WINDOW", 200)
-    shared.ask("small", "large" * 50, "next")  # which does not wait behind the large one
-    assert await shared.asked() == {9: 2, 11: 1}
-
-
-async def test_an_error_ends_the_request_that_it_names(shared: Shared) -> None:
-    one, two = await shared.together(3, "1", "2")
-    named = {"error_message": "no", "infer_response": {"id": "2"}}
-    shared.write(3, (error := messages.ModelStreamInferResponse(**named)).SerializeToString())
-    assert (await two.take(), await two.ends_within(0)) == ([error], True)
-    assert not await one.ends_within(0)
-    shared.answer(3, one.number, 3, 1, 9, 40)
-    assert parts(await one.take()) == [[1, 9, 40]]
-    shared.write(3, b"unreadable")
-    with pytest.raises(TritonUnavailable, match="message that cannot be read"):
-        await one.take()
-
-
-async def test_a_stream_of_several_is_reset_when_nobody_reads_it(shared: Shared) -> None:
-    one, stopped, two, stuck = await shared.together(3, "1", "2", "3", "4")
-    shared.answer(3, stopped.number, 2, ~0, 9)
-    assert await stopped.ends_within(0)
-    for stream in (stopped, stuck):
-        stream.close()
-    (other,) = await shared.together(5, "5")
-    for stream, expected in ((one, {}), (two, {3: -1})):
-        stream.complete = True
-        stream.close()
-        assert await shared.asked() == expected
-    shared.answer(5, other.number, 2, ~0, 9)
-    assert parts(await other.take()) == [[~0, 9]]
-    other.close()  # it has ended, though nobody has seen that
-    assert await shared.asked() == {}
-
-
-async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
-    shared: Shared,
-) -> None:
-    lost = await shared.together(3, "1", "2")
-    (other,) = await shared.together(5, "3")
-    shared.peer.reset_stream(3)
-    shared.receive()
-    for stream in lost:
-        with pytest.raises(TritonUnavailable, match="Triton reset the stream") as caught:
-            await stream.take()
-        assert caught.value.blameless  # nobody knows which one of them caused it
-    shared.answer(5, other.number, 3, 1, 9, 40)
-    assert parts(await other.take()) == [[1, 9, 40]]
-    (late,) = shared.ask("4")
-    shared.connection.connection_lost(None)
-    assert await shared.asked() == {}  # it had not been sent, and is not
-    with pytest.raises(TritonUnavailable, match="Triton closed the connection"):
-        await late.take()
-
-
-async def test_a_request_after_the_loss_ends_at_once(shared: Shared) -> None:
-    """A server that is killed as it is reached resets the connection before anything is sent."""
-    shared.connection.connection_lost(None)
-    (late,) = shared.ask("1")
-    with pytest.raises(TritonUnavailable, match="the connection was lost"):
-        await asyncio.wait_for(late.take(), 5)
-
-
-async def test_a_lost_connection_stays_unusable_whatever_was_still_to_be_sent(
-    shared: Shared,
-) -> None:
-    (dropped,) = shared.ask("1")
-    dropped.close()  # nobody waits for it
-    shared.connection.connection_lost(None)
-    assert await shared.asked() == {}
-    assert not shared.connection.usable
-
-
-# What one request does to the others
-
-
-@pytest.mark.parametrize(
-    "next_values", [[3, 9, 42], [~3, 9, 42], [~2, 9]], ids=["a token", "the last token", "the end"]
-)
-async def test_only_a_request_whose_tokens_were_lost_with_another_is_to_be_tried_again(
-    next_values: list[int], shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpc_transport, "GAP_SECONDS", 0.05)
-    gone, hit, spared = [(await shared.together(n, "1"))[0] for n in (3, 5, 7)]
-    shared.answer(3, hit.number, 3, 1, 9, 40, spared.number, 3, 1, 9, 50)
-    assert parts(await hit.take()) == [[1, 9, 40]]
-    gone.close()  # with the second token of one of the others on its way
-    shared.answer(5, hit.number, len(next_values), *next_values)
-    shared.answer(7, spared.number, 3, 2, 9, 51)
-    with pytest.raises(TritonMalformedEvent, match="lost data after 1 tokens") as caught:
-        await asyncio.wait_for(hit.take(), 20)
-    assert caught.value.blameless
-    assert parts(await spared.take()) == [[1, 9, 50], [2, 9, 51]]
-    shared.answer(7, spared.number, 3, ~3, 9, 52)
-    assert parts(await spared.take()) == [[~3, 9, 52]]
-
-
-async def test_a_gap_that_closes_in_time_is_none(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpc_transport, "GAP_SECONDS", 0.05)
-    one, two = [(await shared.together(n, "1"))[0] for n in (3, 5)]
-    shared.answer(5, one.number, 3, 2, 9, 41)
-    shared.answer(5, one.number, 3, 3, 9, 42)
-    shared.answer(3, one.number, 3, 1, 9, 40)
-    # The one that stays behind a gap fails no sooner than the other would.
-    shared.answer(5, two.number, 3, 2, 9, 61)
-    with pytest.raises(TritonMalformedEvent):
-        await asyncio.wait_for(two.take(), 20)
-    assert parts(await one.take()) == [[1, 9, 40], [2, 9, 41], [3, 9, 42]]
-    shared.answer(3, one.number, 3, ~4, 9, 43)
-    assert parts(await one.take()) == [[~4, 9, 43]]
-
-
-async def test_an_unreadable_answer_ends_its_own_call_alone(shared: Shared) -> None:
-    one, two = [(await shared.together(n, "1"))[0] for n in (3, 5)]
-    shared.write(3, b"unreadable")
-    with pytest.raises(TritonUnavailable, match="message that cannot be read") as caught:
-        await one.take()
-    assert not caught.value.blameless
-    assert await shared.asked() == {3: -1}
-    shared.answer(5, two.number, 3, 1, 9, 40)
-    assert parts(await two.take()) == [[1, 9, 40]]
-    assert shared.connection.usable
-
-
-GRACEFUL = 2**31 - 1  # of a server that will tell the last stream later
-
-
-@pytest.mark.parametrize("last_taken", [GRACEFUL, 5])
-async def test_after_a_goaway_what_the_server_has_taken_goes_on(
-    last_taken: int, shared: Shared
-) -> None:
-    one, two, refused = [(await shared.together(n, "1"))[0] for n in (3, 5, 7)]
-    for last in dict.fromkeys([last_taken, 5]):
-        frame = b"\0\0\x08\7\0\0\0\0\0" + last.to_bytes(4, "big") + bytes(4)
-        shared.connection.data_received(frame)
-        assert not shared.connection.usable
-    with pytest.raises(TritonUnavailable, match="Triton closes the connection") as caught:
-        await refused.take()
-    assert caught.value.blameless
-    (late,) = shared.ask("2")
-    shared.stream.complete = True
-    shared.stream.close()
-    assert await shared.asked() == {}
-    with pytest.raises(TritonUnavailable) as caught:
-        await late.take()
-    assert caught.value.blameless
-    for number, stream in ((3, one), (5, two)):
-        shared.answer(number, stream.number, 3, 1, 9, 40)
-        assert parts(await stream.take()) == [[1, 9, 40]]
-        shared.answer(number, stream.number, 3, ~2, 9, 41)
-        assert parts(await stream.take()) == [[~2, 9, 41]]
-    for number in (1, 3, 5):
-        assert not shared.transport.is_closing()
-        trailers = [("grpc-status", "0")] if number > 1 else [(":status", "200")]
-        shared.peer.send_headers(number, trailers, end_stream=True)
-        shared.receive()
-    assert shared.transport.closed
-    assert not shared.transport.aborted
-
-
-async def test_a_call_that_the_server_refuses_is_not_at_fault(shared: Shared) -> None:
-    for error, blameless in ((ErrorCodes.REFUSED_STREAM, True), (ErrorCodes.CANCEL, False)):
-        number = 3 if blameless else 5
-        (one,) = await shared.together(number, "1")
-        shared.peer.reset_stream(number, error)
-        shared.receive()
-        with pytest.raises(TritonUnavailable) as caught:
-            await one.take()
-        assert caught.value.blameless is blameless
+# A peer in Triton's place
 
 
 class Peer(asyncio.Protocol):
-    """A server on a port, which takes so many calls of a connection at once and answers when it is told."""
+    """One connection of a server: it notes what comes, and answers when it is told."""
 
     def __init__(self, peers: list["Peer"], most_calls: int) -> None:
         self.peers = peers
         self.h2 = H2Connection(H2Configuration(client_side=False))
         self.h2.local_settings.update({SettingCodes.MAX_CONCURRENT_STREAMS: most_calls})
         self.open: list[int] = []
+        self.headers: dict[int, dict[bytes, bytes]] = {}
+        self.data: dict[int, bytes] = {}
+        self.half_closed: list[int] = []
+        self.reset: list[int] = []
         self.ended = asyncio.Event()
+        self.news = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -541,17 +162,78 @@ class Peer(asyncio.Protocol):
         for event in self.h2.receive_data(data):  # raises for a call too many
             if isinstance(event, RequestReceived):
                 self.open.append(event.stream_id)
+                self.headers[event.stream_id] = dict(event.headers)
+                self.data[event.stream_id] = b""
                 self.h2.send_headers(event.stream_id, [(":status", "200")])
-                self.h2.send_data(event.stream_id, b"\0\0\0\0\5begun")
+                if not self.headers[event.stream_id][b":path"].endswith(b"ModelStreamInfer"):
+                    self.h2.send_data(event.stream_id, b"\0\0\0\0\5begun")
+            elif isinstance(event, DataReceived):
+                self.data[event.stream_id] += event.data
+                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            elif isinstance(event, StreamEnded):
+                self.half_closed.append(event.stream_id)
+            elif isinstance(event, StreamReset):
+                self.reset.append(event.stream_id)
+                self.open.remove(event.stream_id)
         self.flush()
+        self.news.set()
 
     def finish(self) -> None:
-        """Answer all calls."""
+        """Answer all calls that are not ModelStreamInfer."""
         for number in self.open:
             self.h2.send_data(number, b"\0\0\0\0\4last")
             self.h2.send_headers(number, [("grpc-status", "0")], end_stream=True)
         self.open.clear()
         self.flush()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async def wait_for_news() -> None:
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+        await asyncio.wait_for(wait_for_news(), 20)
+
+    def requests(self, number: int) -> list[messages.ModelInferRequest]:
+        """The requests that have come on a call, whole ones."""
+        data, requests = self.data.get(number, b""), []
+        while len(data) >= 5:
+            end = 5 + int.from_bytes(data[1:5], "big")
+            if len(data) < end:
+                break
+            requests.append(messages.ModelInferRequest.FromString(data[5:end]))
+            data = data[end:]
+        return requests
+
+    def answer(self, number: int, *frames: Frame) -> None:
+        """Write a response with frames."""
+        response = messages.ModelInferResponse(model_name=IDS_ENSEMBLE, id="any")
+        response.outputs.add(name=FRAMES)
+        response.raw_output_contents.append(encode_frames(frames).tobytes())
+        self.write(number, messages.ModelStreamInferResponse(infer_response=response))
+
+    def tensors(self, number: int, model: str, request_id: str, *, final: bool) -> None:
+        """Write a response as TensorRT-LLM's C++ backend does: the last one is empty."""
+        response = messages.ModelInferResponse(model_name=model, id=request_id)
+        response.parameters["triton_final_response"].bool_param = final
+        for name in () if final else OUTPUTS:
+            response.outputs.add(name=name)
+            response.raw_output_contents.append(np.array([1], np.int32).tobytes())
+        self.write(number, messages.ModelStreamInferResponse(infer_response=response))
+
+    def fail(self, number: int, request_id: str, text: str) -> None:
+        answer = messages.ModelStreamInferResponse(error_message=text)
+        answer.infer_response.id = request_id
+        self.write(number, answer)
+
+    def write(self, number: int, answer: messages.ModelStreamInferResponse) -> None:
+        message = answer.SerializeToString()
+        self.h2.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
+        self.flush()
+
+    def goaway(self, last_taken: int) -> None:
+        frame = b"\0\0\x08\7\0\0\0\0\0" + last_taken.to_bytes(4, "big") + bytes(4)
+        self.transport.write(frame)
 
 
 @asynccontextmanager
@@ -594,15 +276,17 @@ async def test_a_limit_that_comes_late_or_falls_is_kept() -> None:
         assert sorted(len(peer.open) for peer in peers) == [1, 2]
 
 
+GRACEFUL = 2**31 - 1  # of a server that will name the last stream later
+
+
 async def test_a_graceful_goaway_lets_calls_end_and_sends_new_ones_elsewhere() -> None:
     async with peers_serving(100) as (client, peers):
         streams = [await ask(client, "echo") for _ in range(8)]
         assert [await stream.take() for stream in streams] == [[b"begun"]] * 8
         (leaving,) = peers
-        frame = b"\0\0\x08\7\0\0\0\0\0" + GRACEFUL.to_bytes(4, "big") + bytes(4)
-        leaving.transport.write(frame)
-        (connection,) = client._connections
-        while connection.usable:
+        leaving.goaway(GRACEFUL)
+        (used,) = client._connections
+        while used.usable:
             await asyncio.sleep(0)
         new = await ask(client, "echo")
         assert await new.take() == [b"begun"]
@@ -612,3 +296,239 @@ async def test_a_graceful_goaway_lets_calls_end_and_sends_new_ones_elsewhere() -
             assert await all_of(stream) == [b"last"]
         await asyncio.wait_for(leaving.ended.wait(), 20)
         assert not peers[1].ended.is_set()
+
+
+# The long stream
+
+
+class Requests:
+    """Requests of a client whose connections a peer has."""
+
+    def __init__(self, client: GrpcClient, peers: list[Peer]) -> None:
+        self.client, self.peers = client, peers
+
+    @property
+    def peer(self) -> Peer:
+        return self.peers[-1]
+
+    async def ask(
+        self, *names: str, model: str = IDS_ENSEMBLE, text: str = "", **parameters: str
+    ) -> list[Arrivals[Any]]:
+        """Send requests at once; wait until they have come."""
+        inputs = {"text_input": np.array([[text]], np.object_)}
+        sent = [self.client._send(model, name, inputs, parameters) for name in names]
+        arrivals = list(await asyncio.gather(*sent))
+        for name in names:
+            await self.peer.until(partial(self._has_come, name, model))
+        return arrivals
+
+    def _has_come(self, name: str, model: str) -> bool:
+        return self.call_of(name, model) is not None
+
+    def call_of(self, name: str, model: str = IDS_ENSEMBLE) -> int | None:
+        for number in self.peer.data:
+            for request in self.peer.requests(number):
+                if (request.model_name, request.id) == (model, name):
+                    return number
+        return None
+
+    def address_of(self, name: str) -> FrameAddress:
+        """Where a request wants its frames."""
+        for number in self.peer.data:
+            for request in self.peer.requests(number):
+                if request.id == name and FRAMES_FOR in request.parameters:
+                    return FrameAddress.parse(request.parameters[FRAMES_FOR].string_param)
+        raise AssertionError(name)
+
+    def frame(self, name: str, start: int, *ids: int, final: bool = False) -> Frame:
+        return Frame(self.address_of(name).sequence, start, list(ids), 9, final)
+
+
+@pytest.fixture
+async def requests() -> AsyncIterator[Requests]:
+    async with peers_serving(100) as (client, peers):
+        yield Requests(client, peers)
+
+
+async def taken(arrivals: Arrivals[Any]) -> list[Any]:
+    return await asyncio.wait_for(arrivals.take(), 20)
+
+
+async def test_all_requests_share_one_stream_until_none_is_left(requests: Requests) -> None:
+    (running,) = await requests.ask("running")
+    names = [str(n) for n in range(20)]
+    arrivals = await requests.ask(*names)
+    (number,) = requests.peer.data
+    addresses = [requests.address_of(name) for name in names]
+    assert len({address.reader for address in addresses}) == 1
+    assert len({address.sequence for address in addresses}) == 20
+    requests.peer.answer(number, *(requests.frame(name, 0, 40) for name in names))
+    for each in arrivals:
+        assert [frame.ids for frame in await taken(each)] == [[40]]
+    requests.peer.answer(number, *(requests.frame(name, 1, final=True) for name in names))
+    for each in arrivals:
+        assert (await taken(each))[-1].final
+        each.complete = True
+        each.close()
+    (again,) = await requests.ask("again")
+    assert list(requests.peer.data) == [number]
+    assert not await again.ends_within(0)
+    for each in (again, running):
+        assert requests.peer.half_closed == []
+        each.close()
+        each.close()
+    await requests.peer.until(lambda: requests.peer.half_closed == [number])
+    assert requests.peer.reset == []
+    await requests.ask("later")
+    assert len(requests.peer.data) == 2
+
+
+async def test_a_request_that_leaves_harms_no_other(requests: Requests) -> None:
+    gone, stays = await requests.ask("gone", "stays")
+    (number,) = requests.peer.data
+    gone.close()  # without its end
+    frames = [requests.frame("gone", 0, 1), requests.frame("stays", 0, 2, final=True)]
+    requests.peer.answer(number, *frames)
+    assert [frame.ids for frame in await taken(stays)] == [[2]]
+    await requests.ask("next")
+    assert list(requests.peer.data) == [number]
+    assert requests.peer.reset == []
+
+
+async def test_a_stop_is_a_request_on_the_same_stream(requests: Requests) -> None:
+    (running,) = await requests.ask("1")
+    (stop,) = await requests.ask("1", model=ENGINE)
+    (number,) = requests.peer.data
+    requests.peer.tensors(number, ENGINE, "1", final=True)
+    await taken(stop)
+    assert (await stop.ends_within(0), await running.ends_within(0)) == (True, False)
+    requests.peer.tensors(number, IDS_ENSEMBLE, "1", final=False)
+    requests.peer.tensors(number, IDS_ENSEMBLE, "1", final=True)
+    await running.ends_within(20)
+    assert len(await taken(running)) == 2
+
+
+async def test_an_error_ends_the_request_that_it_names(requests: Requests) -> None:
+    one, two = await requests.ask("1", "2")
+    (number,) = requests.peer.data
+    requests.peer.fail(number, "2", "no")
+    (answer,) = await taken(two)
+    assert (answer.error_message, await two.ends_within(0)) == ("no", True)
+    requests.peer.answer(number, requests.frame("1", 0, 40))
+    assert [frame.ids for frame in await taken(one)] == [[40]]
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [("x" * grpc_transport.LARGE_BYTES, {}), ("", {TRACEPARENT: "00-1"})],
+    ids=["large", "traced"],
+)
+async def test_large_and_traced_requests_have_calls_of_their_own(
+    text: str, parameters: dict[str, str], requests: Requests
+) -> None:
+    (small,) = await requests.ask("small")
+    (alone,) = await requests.ask("alone", text=text, **parameters)
+    shared, own = requests.call_of("small"), requests.call_of("alone")
+    assert shared is not None
+    assert own is not None
+    assert shared != own
+    assert own in requests.peer.half_closed
+    assert requests.peer.headers[own].get(b"traceparent") == (b"00-1" if parameters else None)
+    # Frames of both come on any call.
+    requests.peer.answer(own, requests.frame("small", 0, 1), requests.frame("alone", 0, 2))
+    assert [frame.ids for frame in await taken(small)] == [[1]]
+    assert [frame.ids for frame in await taken(alone)] == [[2]]
+    alone.close()
+    await requests.peer.until(lambda: requests.peer.reset == [own])
+    requests.peer.answer(shared, requests.frame("small", 1, 3, final=True))
+    assert [frame.ids for frame in await taken(small)] == [[3]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_the_end_of_the_stream_fails_its_requests(count: int, requests: Requests) -> None:
+    """With several, nobody knows which one caused it. The next request opens another stream."""
+    arrivals = await requests.ask(*map(str, range(count)))
+    (number,) = requests.peer.data
+    requests.peer.h2.reset_stream(number)
+    requests.peer.flush()
+    for each in arrivals:
+        with pytest.raises(TritonUnavailable, match="Triton reset the stream") as caught:
+            await taken(each)
+        assert caught.value.blameless is (count > 1)
+    await requests.ask("next")
+    assert len(requests.peer.data) == 2
+
+
+async def test_a_last_frame_that_has_overtaken_others_keeps_its_request(requests: Requests) -> None:
+    (shared,) = await requests.ask("shared")
+    (alone,) = await requests.ask("alone", traceparent="00-1")
+    stream, own = requests.call_of("shared"), requests.call_of("alone")
+    assert stream is not None
+    assert own is not None
+    requests.peer.answer(own, requests.frame("alone", 1, 42, final=True))
+    requests.peer.h2.send_headers(own, [("grpc-status", "0")], end_stream=True)
+    requests.peer.answer(stream, requests.frame("shared", 0, 1), requests.frame("alone", 0, 41))
+    assert [frame.ids for frame in await taken(shared)] == [[1]]
+    assert [frame.ids for frame in await taken(alone)] == [[41], [42]]
+
+
+async def test_a_loss_of_the_connection_is_nobodys_fault(requests: Requests) -> None:
+    (lost,) = await requests.ask("1")
+    requests.peer.transport.abort()
+    with pytest.raises(TritonUnavailable, match="connection") as caught:
+        await taken(lost)
+    assert caught.value.blameless
+    await requests.ask("2")
+    assert len(requests.peers) == 2
+
+
+async def test_a_message_that_cannot_be_read_ends_the_connection(requests: Requests) -> None:
+    one, two = await requests.ask("1", "2")
+    (number,) = requests.peer.data
+    requests.peer.h2.send_data(number, b"\0\0\0\0\x0aunreadable")
+    requests.peer.flush()
+    for each in (one, two):
+        with pytest.raises(TritonUnavailable, match="message that cannot be read") as caught:
+            await taken(each)
+        assert caught.value.blameless
+
+
+async def test_a_gap_that_stays_fails_its_request_alone(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (demultiplexer, grpc_transport):
+        monkeypatch.setattr(module, "GAP_SECONDS", 0.05)
+    hit, spared = await requests.ask("hit", "spared")
+    (number,) = requests.peer.data
+    requests.peer.answer(number, requests.frame("hit", 1, 41), requests.frame("spared", 0, 50))
+    with pytest.raises(TritonMalformedEvent, match="lost data after 0 tokens") as caught:
+        await taken(hit)
+    assert caught.value.blameless
+    requests.peer.answer(number, requests.frame("spared", 1, 51, final=True))
+    await spared.ends_within(20)
+    assert [frame.ids for frame in await taken(spared)] == [[50], [51]]
+
+
+async def test_after_a_goaway_the_stream_ends_and_new_requests_open_another(
+    requests: Requests,
+) -> None:
+    old, *_ = await requests.ask("old", "other")
+    leaving = requests.peer
+    (number,) = leaving.data
+    leaving.goaway(GRACEFUL)
+    await leaving.until(lambda: leaving.half_closed == [number])
+    frame = requests.frame("old", 0, 1)
+    (new,) = await requests.ask("new")
+    assert requests.peer is not leaving
+    leaving.answer(number, frame)
+    assert [each.ids for each in await taken(old)] == [[1]]
+    assert not await new.ends_within(0)
+    # The stop of a request on the old stream goes on the new one.
+    await requests.ask("old", model=ENGINE)
+
+
+async def test_a_server_that_cannot_be_reached_is_unavailable() -> None:
+    async with aclosing(GrpcClient("127.0.0.1:1")) as client:
+        with pytest.raises(TritonUnavailable, match="cannot be reached") as caught:
+            await client._send(IDS_ENSEMBLE, "1", {})
+        assert caught.value.blameless
