@@ -78,7 +78,9 @@ def unknown_command(name: str, commands: dict[str, Command]) -> str:
 def parser_of(command: Command, prog: str | None = None) -> CommandParser:
     """Return the parser of a command's options."""
     module = command.load()
-    description = f"{command.summary}.\n\n{module.DESCRIPTION.strip()}\n"
+    # Only line breaks: the first line may be an indented example.
+    details = module.DESCRIPTION.strip("\n")
+    description = f"{command.summary}.\n\n{details}\n"
     parser = CommandParser(prog or f"cog-triton {command.name}", description)
     module.add_options(parser)
     return parser
