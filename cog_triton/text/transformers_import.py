@@ -68,7 +68,8 @@ def _patch(import_utils: Any) -> None:
     def define_import_structure(module_path: Any, prefix: str | None = None) -> Listing:
         path = Path(module_path)
         if path != directory and (path.parent != directory or not path.suffix):
-            return original(module_path, prefix)
+            # Old releases have no prefix.
+            return original(module_path) if prefix is None else original(module_path, prefix)
         listing = models_listing(directory, original)
         if prefix is None:
             return listing
