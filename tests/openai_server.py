@@ -85,7 +85,7 @@ def streamed_chat(url: str, **fields: Any) -> Iterator[Iterator[Any]]:
     with httpx.stream("POST", url, json=body, trust_env=False, timeout=limit(60)) as reply:
         assert reply.status_code == 200, reply.read()
         data = (data for _, data in server_sent_events(reply))
-        yield ("[DONE]" if text == b"[DONE]" else json.loads(text) for text in data)
+        yield ("[DONE]" if text.strip() == b"[DONE]" else json.loads(text) for text in data)
 
 
 def contents(events: Iterator[Any]) -> str:
