@@ -117,28 +117,37 @@ class TritonPythonModel:
             prompts.pop(STOP_WORDS_TEXT, None)
         for name in inputs.keys() - BLS_TO_PREPROCESSING.keys() - set(_DRAFTING):
             prompts[BLS_TO_ENGINE.get(name, name)] = inputs[name]
-        streams, unfinished = flag(inputs, "stream"), _sequences(inputs)
+        streams = flag(inputs, "stream")
+        unfinished = _sequences(inputs)
         other_end_ids = tokenized.get("OUT_OTHER_END_IDS", np.empty(0, np.int32))
         end_ids = frozenset(other_end_ids.reshape(-1).tolist())
-        contexts, texts = Contexts(streaming=streams), dict[tuple[int, int], Array]()
+        contexts = Contexts(streaming=streams)
+        texts: dict[tuple[int, int], Array] = {}
         try:
             with self._starting:
                 responses = self._call(self._llm, request_id, prompts, parameters, decoupled=True)
             for response in responses:
-                unfinished -= response.has_error()
+                if response.has_error():
+                    unfinished -= 1
                 tensors = stub.without_end_token(_outputs(response), end_ids)
-                unfinished -= not streams or flag(tensors, "is_final")
-                for each in contexts.add(tensors, last=False) if "output_ids" in tensors else ():
-                    text = self._decode(request_id, each)
-                    yield self._answer(each, text, texts), unfinished == 0
+                if not streams or flag(tensors, "is_final"):
+                    unfinished -= 1
+                if "output_ids" not in tensors:
+                    continue
+                for part in contexts.add(tensors, last=False):
+                    text = self._decode(request_id, part)
+                    yield self._answer(part, text, texts), unfinished == 0
         except BaseException:
             if unfinished > 0:
                 self._stop(request_id)
             raise
+        if unfinished <= 0:
+            return
         # The backend did not say which response was the last: text may still be held back.
-        for each in contexts.add({}, last=True) if unfinished > 0 else ():
-            if (text := self._decode(request_id, each)).item():
-                yield self._answer(each, text, texts), False
+        for part in contexts.add({}, last=True):
+            text = self._decode(request_id, part)
+            if text.item():
+                yield self._answer(part, text, texts), False
 
     def _decode(self, request_id: str, tensors: Inputs) -> Array:
         """Return the text of a response with its context, UTF-8, shape [beams]."""
@@ -187,8 +196,9 @@ def _outputs(response: Any) -> dict[str, Array]:
     if not response.has_error():
         return stub.arrays(response.output_tensors())
     error = response.error()
-    refused = error.code() == stub.pb_utils.TritonError.INVALID_ARG
-    raise (InvalidParameter if refused else TritonUnknownError)(error.message())
+    if error.code() == stub.pb_utils.TritonError.INVALID_ARG:
+        raise InvalidParameter(error.message())
+    raise TritonUnknownError(error.message())
 
 
 def _renamed(arrays: Inputs, names: Mapping[str, str]) -> dict[str, Array]:
