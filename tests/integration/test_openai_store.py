@@ -156,7 +156,7 @@ def test_one_that_is_cancelled_by_any_worker_stays_so(client: Any) -> None:
 def unfinished(server: OpenAIServer) -> dict[str, int]:
     """The processes of the responses that have begun and not ended."""
     with sqlite3.connect(server.environment["STORE"]) as journal:
-        sql = "SELECT id, runner FROM responses WHERE runner IS NOT NULL AND first IS NOT NULL"
+        sql = "SELECT id, runner FROM responses WHERE runner IS NOT NULL AND started IS NOT NULL"
         return dict(journal.execute(sql).fetchall())
 
 

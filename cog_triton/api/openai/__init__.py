@@ -15,10 +15,12 @@
     served.py      the application's state; the record of each request, its figures and span
     keys.py        API keys and their limits
     pages.py       the chat page, page.html, and the API's reference
-    store.py       the routes of /v1/responses, which are kept, and run in the background
-    batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
-    journal.py     the SQLite file of all that is kept
-    storable.py    JSON as the journal keeps it; paging.py reads the query of a list
+    background.py  responses that run in the background, and their events
+    batch_input.py the checks of a batch's input; batch_runner.py runs batches
+    jobs.py        which rows this process runs, and when one that failed is tried again
+    storage/       what is kept, in one SQLite file; storable.py is JSON as it is kept there
+    paging.py      the query of a list, and its page
+    background_tasks.py  tasks beside requests, whose failures are logged and reported
 
 A request goes down this list as far as ``protocol``: its body becomes a class of ``schemas``, that becomes
 a ``Request`` in ``chats``, and the answer's chunks become events in ``protocol``.

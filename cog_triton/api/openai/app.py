@@ -5,14 +5,26 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import cog_triton
-from cog_triton.api.openai import batches, pages, store
+from cog_triton.api.openai import pages
+from cog_triton.api.openai.background import BackgroundResponses
 from cog_triton.api.openai.calls import Calls, log_call
 from cog_triton.api.openai.errors import HANDLED
-from cog_triton.api.openai.journal import Journal, Share
 from cog_triton.api.openai.protocol.error_response import client_error, error_response
 from cog_triton.api.openai.protocol.openapi import ERRORS, MESSAGE_ERRORS
-from cog_triton.api.openai.routes import chat, completions, messages, models, operation, tokens
+from cog_triton.api.openai.routes import (
+    batches,
+    chat,
+    completions,
+    files,
+    messages,
+    models,
+    operation,
+    responses,
+    tokens,
+)
 from cog_triton.api.openai.served import Served
+from cog_triton.api.openai.storage.limits import Share, StorageLimits
+from cog_triton.api.openai.storage.storage import Storage
 from cog_triton.errors import shown
 from cog_triton.web.origin import cors_options, origins_of
 
@@ -21,7 +33,8 @@ OPENAI_ROUTERS = (
     chat.router,
     completions.router,
     tokens.router,
-    store.router,
+    responses.router,
+    files.router,
     batches.router,
     models.router,
     operation.router,
@@ -38,15 +51,16 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
     settings = served.settings
-    if (file := settings.store_file) is not None:
-        served.journal = Journal(
-            file,
-            [store.SQL, batches.SQL],
-            settings.store_max_bytes,
-            settings.store_days,
-            share_of_a_key(served),
+    app.state.served = served
+    app.state.background = None
+    if settings.store_file is not None:
+        limits = StorageLimits(
+            max_bytes=settings.store_max_bytes,
+            days=settings.store_days,
+            share=share_of_a_key(served),
         )
-    app.state.served, app.state.store = served, store.Store(served, log_call)
+        served.storage = Storage.at(settings.store_file, limits)
+        app.state.background = BackgroundResponses(served, served.storage, log_call)
     for openais in OPENAI_ROUTERS:
         app.include_router(openais, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)

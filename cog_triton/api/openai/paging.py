@@ -1,15 +1,17 @@
-"""The parameters of a query for a page of a list."""
+"""The parameters of a query for a page of a list, and the page."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
 
 from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.errors import shown
 
 _NUMBER = re.compile(r"0*([0-9]{1,9})")  # of ASCII digits; int() takes those of other scripts
-
-
 _ORDERS = ("asc", "desc")
+RowT = TypeVar("RowT")
 
 
 def page_order(query: Mapping[str, str]) -> str:
@@ -37,3 +39,14 @@ def page_limit(query: Mapping[str, str], default: int, most: int) -> int:
     if not 1 <= limit <= most:
         raise invalid(f"limit must be a number between 1 and {most}", "limit", "invalid_value")
     return limit
+
+
+def object_page(rows: Sequence[RowT], limit: int, view: Callable[[RowT], dict[str, Any]]) -> bytes:
+    """Return a page of a list in OpenAI's form; a row beyond the limit says that there are more."""
+    data = [view(row) for row in rows[:limit]]
+    page: dict[str, Any] = {"object": "list", "data": data}
+    if data:
+        page["first_id"] = data[0]["id"]
+        page["last_id"] = data[-1]["id"]
+    page["has_more"] = len(rows) > limit
+    return orjson.dumps(page)

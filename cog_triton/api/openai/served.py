@@ -22,10 +22,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 
 from cog_triton.adapters.directory import adapter_names
+from cog_triton.api.openai.background_tasks import BackgroundTasks
 from cog_triton.api.openai.errors import RETRY_SECONDS, ApiError
-from cog_triton.api.openai.journal import Journal
 from cog_triton.api.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.api.openai.pacing import Rounds
+from cog_triton.api.openai.storage.storage import Storage
 from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
@@ -254,7 +255,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # new requests are refused
     running: int = 0
-    journal: Journal | None = None  # of the application, unless STORE=0
+    storage: Storage | None = None  # None with STORE=0
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     rounds: Rounds = field(default_factory=Rounds)  # of answers with log probabilities
 
     def __post_init__(self) -> None:
@@ -302,6 +304,12 @@ class Served:
             return self.models[0]
         text = f"you must provide model: one of {', '.join(names)}"
         raise ApiError(400, text, param="model", code="missing_required_parameter")
+
+    def problem(self) -> str | None:
+        """Return why the server is not ready, other than its engine; None if it is."""
+        if self.storage is not None and self.storage.journal.problem() is not None:
+            return self.storage.journal.problem()
+        return self.tasks.problem()
 
     def key(self, name: str) -> Key | None:
         """Return the key of a name, if it is still there."""

@@ -14,6 +14,8 @@ from typing import Any
 import uvloop
 
 from cog_triton.api.openai.app import create_app
+from cog_triton.api.openai.background import BackgroundResponses
+from cog_triton.api.openai.background_tasks import BackgroundTasks
 from cog_triton.api.openai.batch_runner import Runner
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.keys import configured_keys
@@ -93,7 +95,9 @@ class Embedded:
     def __init__(self, settings: Settings, busy: Callable[[bool], object]) -> None:
         """Take OPENAI_PORT before anything slow is begun, or raise ConfigurationError."""
         configured_keys(settings)
-        self.settings, self._busy = with_fixed_port(settings), busy  # those of its deployment
+        self.settings = with_fixed_port(settings)  # those of its deployment
+        self._busy = busy
+        self._tasks = BackgroundTasks()
         self._listener = bind(settings.openai_host, settings.openai_port or 0, "OPENAI_PORT: ")
 
     def serve(self, deployment: Deployment) -> None:
@@ -101,7 +105,7 @@ class Embedded:
         listen(self._listener, "OPENAI_PORT: ")
         names = served_names(self.settings)
         self._server = server_of(deployment, names, self._listener, self._busy)
-        self._running = asyncio.create_task(self._run())
+        self._tasks.start("serve OpenAI's API", self._run())
         logger.info("OpenAI's API: %s", url_of(self._listener))
 
     def drain(self) -> None:
@@ -151,36 +155,49 @@ class InProcess:
             origins_setting="OPENAI_ALLOWED_ORIGINS",
         )
         self._server = web.Server(app, limits, access, refusal_body)
-        self._served, self._store, self._listener = served, app.state.store, listener
-        self._batches = Runner(app, served)
+        self._served = served
+        self._listener = listener
+        self._background: BackgroundResponses | None = app.state.background
+        self._batches: Runner | None = None
+        if served.storage is not None:
+            self._batches = Runner(app, served, served.storage)
+        self._ending: list[asyncio.Future[Any]] = []  # of batches that were told to end
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
-        journal = self._served.journal
-        work = [self._served.figures.keep_fresh(), self._store.work(), self._batches.work()]
-        work += [journal.keep()] if journal else []
-        tasks = [asyncio.create_task(own) for own in work]
+        tasks = self._served.tasks
+        tasks.start("refresh the metrics", self._served.figures.keep_fresh())
+        if self._background is not None:
+            tasks.start("run background responses", self._background.work())
+        if self._batches is not None:
+            tasks.start("run batches", self._batches.work())
+        storage = self._served.storage
+        if storage is not None:
+            tasks.start("housekeeping of the journal", storage.housekeeping.run())
         ready()
         await self._server.serve(sockets=[self._listener])
-        for task in tasks:
-            task.cancel()
-        if journal:
-            await journal.close()
+        await tasks.stop()
+        if storage is not None:
+            await storage.journal.close()
 
     def drain(self) -> None:
-        self._served.draining = self._store.closed = True
-        self._ending = self._batches.stop()  # the next process goes on
+        self._served.draining = True
+        if self._background is not None:
+            self._background.closed = True
+        if self._batches is not None:
+            self._ending.append(self._batches.stop())  # the next process goes on
 
     def stop(self) -> None:
         """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
         logger.info("stopping: %d requests are running", self._served.running)
         self.drain()
-        self._stopping = asyncio.create_task(self._stop())
+        self._served.tasks.start("stop", self._stop())
 
     async def _stop(self) -> None:
         await self._served.drain()
-        await self._ending
-        await self._store.stop()
+        await asyncio.gather(*self._ending)
+        if self._background is not None:
+            await self._background.stop()
         self._server.should_exit = True
 
 

@@ -15,7 +15,7 @@ def openai_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIPort
     port = OpenAIPort(tmp_path_factory.mktemp("journal"))
     with contextlib.closing(port):
         yield port
-        port.run(port.served.journal.close())
+        port.run(port.served.storage.journal.close())
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,9 @@
     completions.py  /v1/completions
     messages.py     Anthropic's /v1/messages and its count_tokens
     tokens.py       /tokenize and /detokenize
+    responses.py    /v1/responses, which are kept, continued from, and run in the background
+    files.py        /v1/files
+    batches.py      /v1/batches
     models.py       /v1/models, in OpenAI's form or Anthropic's
     operation.py    health, metrics and the version; what orchestrators and routers ask
     answers.py      several answers to a chat or to prompts

@@ -72,7 +72,8 @@ async def ready(served: FromApp) -> JSONResponse:
         return JSONResponse({"status": "draining", "detail": "the server is stopping"}, 503)
     if not await served.backend.healthy():
         return JSONResponse({"status": "unavailable", "detail": "Triton is not responding"}, 503)
-    if served.journal and (problem := served.journal.problem()):
+    problem = served.problem()
+    if problem is not None:
         return JSONResponse({"status": "unavailable", "detail": problem}, 503)
     return JSONResponse({"status": "ready"})
 

@@ -8,18 +8,20 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from cog_triton.api.openai import batch_runner, batches, journal, pacing
+from cog_triton.api.openai import batch_runner, jobs, pacing
 from cog_triton.api.openai.app import create_app
+from cog_triton.api.openai.background import BackgroundResponses
+from cog_triton.api.openai.batch_input import Checks, InputLine, split_lines
 from cog_triton.api.openai.batch_runner import Runner
-from cog_triton.api.openai.batches import Checks, read_chunks, split_lines
 from cog_triton.api.openai.keys import Key, Quotas
-from cog_triton.api.openai.store import Store
+from cog_triton.api.openai.routes import files as file_routes
+from cog_triton.api.openai.storage.files import LineRow
+from cog_triton.api.openai.storage.responses import ActiveResponse
 from cog_triton.errors import JournalUnavailable, TritonUnavailable
 from tests.support import load_cases
 from tests.unit.api.openai.support import CHAT, CHUNKS, MESSAGES, TEXT, Backend, ask, served
@@ -46,7 +48,10 @@ class Client(httpx.AsyncClient):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         super().__init__(transport=transport, base_url="http://test", headers=headers)
-        self.runner = Runner(app, self.served)
+        self.app = app
+        if self.served.storage is not None:
+            self.storage = self.served.storage
+            self.runner = Runner(app, self.served, self.storage)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -103,7 +108,7 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (batch_runner, journal):
+    for module in (batch_runner, jobs):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
     return str(tmp_path / "journal.db")
 
@@ -161,11 +166,11 @@ async def test_the_input_is_checked_before_anything_runs(store: str) -> None:
 def test_a_batch_has_so_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "RESTS_PER_WORK", 0.0)
     checks = Checks(TEXT, served(Backend(STORE="0")))
-    rows = [(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 50_002)]
+    rows = [InputLine(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 50_002)]
     assert checks.read(rows[:-1])
     assert not checks.errors
     assert not checks.read(rows[-1:])
-    assert [error["code"] for error in checks.errors] == ["too_many_tasks"]
+    assert [error.code for error in checks.errors] == ["too_many_tasks"]
 
 
 async def test_files(store: str) -> None:
@@ -197,7 +202,7 @@ async def test_files(store: str) -> None:
         with sqlite3.connect(store) as journal:
             journal.execute("UPDATE files SET expires = 1 WHERE id = ?", (names[1],))
         assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == names[2:]
-        await client.served.journal.expire()  # type: ignore[union-attr]
+        await client.storage.housekeeping.expire()
         with sqlite3.connect(store) as journal:
             assert journal.execute("SELECT DISTINCT source FROM lines").fetchall() == [(names[2],)]
 
@@ -272,7 +277,7 @@ async def test_a_process_that_stops_leaves_its_batch_to_the_next(store: str) -> 
             for _ in range(4):
                 backend.gate.release()
             await until(lambda: counted(first, name, 4))
-        await first.served.journal.close()  # type: ignore[union-attr]
+        await first.storage.journal.close()
     other = Backend(*CHUNKS, STORE=store)
     async with Client(other) as second, second.running():
         assert len(await second.lines(await second.until(name, "completed"), "output")) == 9
@@ -288,7 +293,7 @@ async def test_an_error_that_says_to_ask_again_is_no_answer(
         name = (await client.create(text_of(line_of("a"))))["id"]
         batch = await client.until(name, "completed")
         assert (await client.lines(batch, "error"))["a"]["response"]["status_code"] == 503
-        assert len(backend.asked) == batch_runner.ATTEMPTS
+        assert len(backend.asked) == batch_runner.MAX_ATTEMPTS
         backend._chunks = CHUNKS
         batch = await client.create(text_of(line_of("a")))
         assert await client.lines(await client.until(batch["id"], "completed"), "output")
@@ -324,8 +329,11 @@ async def test_a_batch_whose_key_is_gone_ends(store: str, tmp_path: Path) -> Non
         keys.write_text("b sk-b\na-new sk-a\n")
         client.served.keys._checked = 0.0  # type: ignore[union-attr]
         async with client.running():
-            ended = "SELECT 1 FROM batches WHERE id = ? AND status = 'failed'"
-            await until(lambda: client.served.journal.read(ended, name))  # type: ignore[union-attr]
+
+            async def failed() -> bool:
+                return (await client.storage.batches.running(name)).status == "failed"
+
+            await until(failed)
     assert not backend.asked
 
 
@@ -366,11 +374,13 @@ def test_lines_have_their_numbers_in_the_file() -> None:
     long = b"y" * 200_000
     content = b"\n\na\n \n" + b"b\n" * 60_000 + b"\n" + long + b"\n\nlast"
     file, first, rows = io.BytesIO(content), 1, []
-    while chunks := read_chunks(file, first):
-        rows += [(chunk.first_line, chunk.data) for chunk in chunks]
+    while chunks := file_routes.read_chunks(file, first):
+        rows += [LineRow(chunk.first_line, chunk.data) for chunk in chunks]
         first = chunks[-1].next_line
-    assert b"".join(data for _, data in rows) == content
-    expected = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    assert b"".join(row.data for row in rows) == content
+    expected = [
+        InputLine(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()
+    ]
     assert split_lines(rows) == expected
     assert len(rows) < 10
 
@@ -392,7 +402,7 @@ async def test_one_key_cannot_fill_the_file_for_another(store: str) -> None:
         stored: Any = await client.post("/v1/responses", json={**large, "store": True})
         assert stored.status_code == 429
         assert stored.json()["error"]["code"] == "storage_limit_exceeded"
-        await client.served.journal.expire()  # type: ignore[union-attr]
+        await client.storage.housekeeping.expire()
         for id in kept:
             assert (await client.get(f"/v1/responses/{id}", **of("bob-key"))).status_code == 200
         size = sum(path.stat().st_size for path in Path(store).parent.glob("journal.db*"))
@@ -441,16 +451,16 @@ async def test_an_upload_that_fails_leaves_nothing(
         raise OSError("the disk of the temporary file")
 
     async with Client(Backend(STORE=store)) as client:
-        monkeypatch.setattr(batches, "read_chunks", fail)
+        monkeypatch.setattr(file_routes, "read_chunks", fail)
         assert (await client.upload(b"x")).status_code == 500
-        await client.served.journal.expire()  # type: ignore[union-attr]
-        rows = await client.served.journal.read("SELECT id FROM files")  # type: ignore[union-attr]
-        assert rows == []
+        await client.storage.housekeeping.expire()
+        with sqlite3.connect(store) as journal:
+            assert journal.execute("SELECT id FROM files").fetchall() == []
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(jobs, "FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -467,7 +477,7 @@ async def test_a_batch_whose_task_fails_is_given_up(
     async with Client(Backend(*CHUNKS, STORE=store)) as client, client.running():
         name = (await client.create(text_of(line_of("a"))))["id"]
         batch = await client.until(name, "failed")
-        assert len(tries) == journal.FAILURES
+        assert len(tries) == jobs.MAX_ATTEMPTS
         (error,) = batch["errors"]["data"]
         assert error["code"] == "server_error"
         assert "a fault of ours" in caplog.text
@@ -479,14 +489,14 @@ async def test_a_background_response_whose_task_fails_is_given_up(
 ) -> None:
     tries = []
 
-    async def fail(_: Store, run: Any) -> None:
+    async def fail(_: BackgroundResponses, run: Any) -> None:
         tries.append(run.id)
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(Store, "_generate", fail)
+    monkeypatch.setattr(BackgroundResponses, "_generate", fail)
     async with Client(Backend(*CHUNKS, STORE=store)) as client:
-        jobs = client._transport.app.state.store  # type: ignore[attr-defined]
-        task = asyncio.create_task(jobs.work())
+        background = client.app.state.background
+        task = asyncio.create_task(background.work())
         asked = {"input": "hi", "background": True}
         name = (await client.post("/v1/responses", json=asked)).json()["id"]
 
@@ -495,34 +505,34 @@ async def test_a_background_response_whose_task_fails_is_given_up(
             return response if response["status"] == "failed" else None
 
         response = await until(failed)
-        assert len(tries) == journal.FAILURES
+        assert len(tries) == jobs.MAX_ATTEMPTS
         assert response["error"]["code"] == "server_error"
         events = (await client.get(f"/v1/responses/{name}?stream=true")).text
         assert events.rstrip().split("\n")[-2] == "event: response.failed"
-        await jobs.stop()
+        await background.stop()
         task.cancel()
 
 
 def test_pauses_between_attempts_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    failures, pauses = journal.Failures(), []
+    retry, pauses = jobs.RetryPolicy(), []
     for _ in range(8):
-        failures.add(JournalUnavailable("full"))
-        pauses.append(failures.again_at)
+        retry.on_failure(JournalUnavailable("full"))
+        pauses.append(retry.again_at)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert not failures.final  # what waits for the file is not given up
-    failures.add(RuntimeError())
-    assert failures.final
+    assert not retry.is_final  # the file is waited for
+    retry.on_failure(RuntimeError())
+    assert retry.is_final
 
 
 async def test_one_key_leaves_places_for_the_batches_of_another(store: str) -> None:
     backend = Held(*CHUNKS, STORE=store, OPENAI_API_KEYS=TWO_KEYS)
     async with Client(backend, "alice-key") as client, client.running():
-        for _ in range(batch_runner.MOST + 2):
+        for _ in range(batch_runner.MAX_BATCHES + 2):
             await client.create(text_of(line_of("a")))
 
         async def held() -> bool:
-            return len(client.runner.tasks) == batch_runner.MOST_OF_KEY
+            return len(client.runner.tasks) == batch_runner.MAX_BATCHES_OF_KEY
 
         await until(held)
         alices = set(client.runner.tasks)
@@ -560,9 +570,10 @@ async def test_the_inputs_of_batches_are_checked_one_after_the_other(
 
 def test_keys_take_turns() -> None:
     rows = [
-        SimpleNamespace(id=name, owner=name[0]) for name in ("a1", "a2", "a3", "b1", "c1", "b2")
+        ActiveResponse(name, owner=name[0], runner=0)
+        for name in ("a1", "a2", "a3", "b1", "c1", "b2")
     ]
-    assert [row.id for row in journal.in_turn(rows)] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert [row.id for row in jobs.in_turn(rows)] == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
 async def test_batches_share_the_places_of_their_lines_and_give_them_back(store: str) -> None:
