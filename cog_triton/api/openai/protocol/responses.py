@@ -126,10 +126,17 @@ class ResponseWriter:
                 yield from self._end("completed")
                 yield from self._begin(block)
             yield from self._add(block, text)
-        if self._block and self._block.kind != "text":
+        if self._block and self._block.kind != "text" and not self._begins_text(chunk):
             self._log_probs = []  # those of thoughts and calls are not of the output's text
         if chunk.finish_reason is not None:
             yield from self._end_response(chunk)
+
+    def _begins_text(self, chunk: Chunk) -> bool:
+        """Return whether a chunk may hold the first tokens of the text, whose characters come later.
+
+        A character of several tokens, and the beginning of a stop sequence, come with the last of them.
+        """
+        return self._parser.thoughts_ended and chunk.text == ""
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         yield from self._stop()

@@ -92,6 +92,7 @@ class Parser:
         """Begin an answer; with a ``prompt``, it may begin with thoughts, which that may have opened."""
         self.blocks: list[Block] = []
         self.calls = 0
+        self.thoughts_ended = False  # by their closing mark
         self.most_calls: int | None = None  # those behind them are left out, as OpenAI's API has it
         self._new_id = new_id
         self._thoughts = thoughts
@@ -159,6 +160,7 @@ class Parser:
         mark = yield from self._until("thoughts", self._marks_of_thoughts())
         if mark == closing:
             self._take(len(closing))
+            self.thoughts_ended = True
             yield from self._space()
 
     def _marks_of_thoughts(self) -> Sequence[str]:

@@ -21,6 +21,7 @@ from tests.unit.api.openai.support import (
     complete,
     events,
     post,
+    talkative,
 )
 
 
@@ -64,6 +65,22 @@ def test_the_events_of_a_response_have_log_probabilities_and_an_end() -> None:
     entry = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
     assert [event["logprobs"] for event in told if "delta" in event] == [[entry]]
     assert last["type"] == "response.incomplete"
+
+
+def test_text_behind_thoughts_has_the_log_probabilities_of_all_its_tokens() -> None:
+    """The first token of the answer is a part of a character, whose text comes with the second."""
+    first, second = TokenLogProb(97, -0.5), TokenLogProb(97, -0.25)
+    chunks = (
+        Chunk("<think>Hm.", 1, 3, log_probs=(TokenLogProb(97, -9.0),)),
+        Chunk("</think>", 2, 3, log_probs=(TokenLogProb(97, -8.0),)),
+        Chunk("", 3, 3, log_probs=(first,)),
+        Chunk("a", 4, 3, "stop", log_probs=(second,)),
+    )
+    fields = {"include": ["message.output_text.logprobs"], "stream": True}
+    told = events(post(talkative(*chunks), RESPONSES, **fields))
+    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    shown = [entry["logprob"] for event in deltas for entry in event["logprobs"]]
+    assert shown == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize(("given", "kept"), [("mine", True), ("a b", False), ("", False)])
