@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, cycle, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
@@ -91,9 +92,16 @@ def script(
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of cog-triton, or of a checkout's tools, in this process, which has its imports."""
+    """Run a command of cog-triton, or of a checkout's tools, in this process, which has its imports.
+
+    The environment variables that its options set do not outlive it.
+    """
     output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with (
+        mock.patch.dict(os.environ),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
         try:
             status = main(arguments)
         except SystemExit as end:

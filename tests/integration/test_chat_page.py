@@ -136,7 +136,7 @@ def test_an_answer_streams_and_is_measured(tab: Tab, server: OpenAIServer) -> No
 def test_every_setting_is_sent(tab: Tab) -> None:
     names = {"Temperature": 0.5, "Top_p": 0.9, "Top_k": 40, "Max_tokens": 7, "Seed": 3}
     names |= {"Repetition_penalty": 1.1, "Presence_penalty": 0.2, "Frequency_penalty": -0.2}
-    more = {"System_prompt": "Be brief.", "Further_fields": {"min_p": 0.1}}
+    more = {"System_prompt": "Be brief.", "Additional_fields": {"min_p": 0.1}}
     tab.set(**names, **more, Stop_sequences="END\n\\n\\n\n")
     tab.ask()
     (body,) = tab.bodies
@@ -190,7 +190,7 @@ def test_a_stop_ends_the_request(written_tab: Tab, written: Written, by: str) ->
 
 def test_thoughts_are_folded_and_calls_are_shown(written_tab: Tab) -> None:
     tab = written_tab
-    tab.set(Further_fields={"tools": TOOLS})
+    tab.set(Additional_fields={"tools": TOOLS})
     tab.ask(OPENING)
     thoughts = tab.page.locator("article details")
     assert thoughts.inner_text().startswith("Thought for ")
@@ -244,7 +244,7 @@ def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab) -> None:
 
 @pytest.mark.rare
 def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, server: OpenAIServer) -> None:
-    tab.set(Further_fields={"logit_bias": {"<b>": 1}})
+    tab.set(Additional_fields={"logit_bias": {"<b>": 1}})
     tab.ask("Hello")
     error = tab.page.get_by_role("alert").filter(has_text="logit_bias.<b>: ")
     assert error.locator("small").inner_text().startswith("400 · invalid_request_error · ")
@@ -252,7 +252,7 @@ def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, server: OpenAIS
     assert error.locator("b").count() == 0
     (name,) = tab.page.locator("article .id").all_inner_texts()
     assert f"{name} /v1/chat/completions 400 " in server.log.read_text()
-    tab.set(Further_fields="")
+    tab.set(Additional_fields="")
     tab.ask()
     assert tab.bodies[1]["messages"] == MESSAGES
 
@@ -387,7 +387,7 @@ def test_a_reload_keeps_the_chat_and_the_settings(tab: Tab) -> None:
 @pytest.mark.rare
 def test_a_reload_keeps_thoughts_calls_and_their_results(written_tab: Tab) -> None:
     tab = written_tab
-    tab.set(Further_fields={"tools": TOOLS})
+    tab.set(Additional_fields={"tools": TOOLS})
     tab.ask(OPENING)
     before = shown(tab)
     reload(tab)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -183,12 +185,15 @@ QUERY = st.dictionaries(
 SOME_HEADERS = st.dictionaries(st.sampled_from(HEADERS), HEADER_VALUES, max_size=2)
 
 
-def check(path: str, method: str, reply: httpx.Response) -> None:
+def check(
+    path: str, method: str, reply: httpx.Response, headers: Mapping[str, str] = MappingProxyType({})
+) -> None:
     assert reply.status_code < 500 or reply.status_code == 503, reply.text
     if reply.status_code < 400 or method == "HEAD":
         return
     error = reply.json()
-    if path.startswith("/v1/messages"):
+    is_anthropics_client = "anthropic-version" in {name.lower() for name in headers}
+    if path.startswith("/v1/messages") or (path.startswith("/v1/models") and is_anthropics_client):
         assert error["type"] == "error"
         assert error["error"]["message"]
     else:
@@ -238,11 +243,12 @@ def test_any_json_at_cogs_port(
 @example(("GET", "/v1/responses/x/input_items", b""), "limit=abc", {})
 @example(("POST", "/v1/completions", b"{}"), "", {"Content-Type": "application/json-seq"})
 @example(("POST", "/v1/messages", b"{}"), "", {"Content-Type": "application/json5"})
+@example(("GET", "/v1/models/a/b", b""), "", {"anthropic-version": "2023-06-01"})
 def test_any_request_at_the_openai_port(
     openai_port: OpenAIPort, request_: tuple[str, str, bytes], query: str, headers: dict[str, str]
 ) -> None:
     method, path, body = request_
-    check(path, method, openai_port.ask(method, f"{path}?{query}", body, headers))
+    check(path, method, openai_port.ask(method, f"{path}?{query}", body, headers), headers)
 
 
 @ANY
