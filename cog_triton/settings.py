@@ -459,8 +459,8 @@ class Settings(BaseModel):
         1 << 30,
         ge=1 << 20,
         description=(
-            "Maximum size of STORE in bytes. When it is 90% full, the oldest finished entries "
-            "are deleted."
+            "Maximum size of STORE in bytes. When it is 90% full, the oldest finished entries of the "
+            "API key that uses the most space are deleted."
         ),
     )
     store_days: float = Field(

@@ -1,6 +1,6 @@
 """Spans of requests, by OpenTelemetry: none without OTEL_EXPORTER_OTLP_ENDPOINT and the extra otel.
 
-A request has the span of its face. Below it each answer has one, ``generate``, with its steps:
+A request has the span of its API. Below it each answer has one, ``generate``, with its steps:
 ``admission``, the wait in the queue, and ``triton``, which Triton continues with spans of its own.
 """
 

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit status, or raise ConfigurationError."""
     settings = read_settings()
     log_to(settings.log_level)
-    # Streams that run at SIGTERM have as long as those of every face.
+    # Streams that run at SIGTERM have as long as those of every API.
     os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", f"{settings.drain_seconds:g}")
     with temporary_directory("cog-triton-events.") as own:
         engine = Engine(settings, options, own)

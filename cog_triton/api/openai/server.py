@@ -90,7 +90,7 @@ async def _serve(
 
 
 class Embedded:
-    """The face in Cog's predictor: its deployment, queue and event loop, until the process ends."""
+    """OpenAI's API in Cog's predictor: its deployment, queue and event loop, until the process ends."""
 
     def __init__(self, settings: Settings, busy: Callable[[bool], object]) -> None:
         """Take OPENAI_PORT before anything slow is begun, or raise ConfigurationError."""
