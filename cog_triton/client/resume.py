@@ -133,7 +133,7 @@ class ResumingClient:
     """Retries a request on the restarted server, or on the same one after a response was lost.
 
     A sampled token depends on the seed, its place and the tokens before it, so on the embedded engines the
-    output is that of an undisturbed request. TensorRT-LLM takes the delivered tokens for the prompt's and
+    output is that of an uninterrupted request. TensorRT-LLM takes the delivered tokens for the prompt's and
     generates another end; a guide would begin anew, so that request fails.
     """
 

@@ -95,7 +95,7 @@ class Recorder:
 
     def _play(self, server: int) -> None:
         ask = f"python3 {ROOT}/examples/client/client.py stream {shlex.quote(json.dumps(INPUTS))}"
-        self._run(f"{ask} > undisturbed.txt")
+        self._run(f"{ask} > uninterrupted.txt")
 
         tritonserver = next(
             process.pid
@@ -115,8 +115,10 @@ class Recorder:
         shown = ask.replace(f"{ROOT}/", "")
         self._note(self.client, f"$ {shown} | tee killed.txt\n")
         self._run(f"{ask} | tee killed.txt", kill_once)
-        self._note(self.client, "$ diff -s undisturbed.txt killed.txt\n")
-        self._run("diff -s undisturbed.txt killed.txt", lambda text: self._note(self.client, text))
+        self._note(self.client, "$ diff -s uninterrupted.txt killed.txt\n")
+        self._run(
+            "diff -s uninterrupted.txt killed.txt", lambda text: self._note(self.client, text)
+        )
         self._start = None
 
     def _run(self, command: str, show: Callable[[str], None] | None = None) -> None:

@@ -14,4 +14,4 @@ def test_the_recorded_answer_goes_on_after_the_kill() -> None:
     after = [text for seconds, text in client.events if seconds > killed]
     assert len(before) > 10
     assert len(after) > 10
-    assert after[-1] == "Files undisturbed.txt and killed.txt are identical\n"
+    assert after[-1] == "Files uninterrupted.txt and killed.txt are identical\n"
