@@ -136,7 +136,8 @@ class ResponseWriter:
 
         A character of several tokens, and the beginning of a stop sequence, come with the last of them.
         """
-        return self._parser.thoughts_ended and chunk.text == ""
+        is_behind_thoughts = self._block is not None and self._block.kind == "thoughts"
+        return is_behind_thoughts and self._parser.thoughts_ended and chunk.text == ""
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         yield from self._stop()
