@@ -7,10 +7,8 @@ OpenAI's API, whose clients know it, or of Anthropic's.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import yaml
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -28,12 +26,6 @@ from cog_triton.errors import (
     shown,
 )
 from cog_triton.web.bodies import BadBody
-
-
-def table(name: str) -> Any:
-    """Return what a file of YAML in this folder has."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_bytes())
-
 
 INVALID = "invalid_request_error"
 SERVER_ERROR = "server_error"

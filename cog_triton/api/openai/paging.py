@@ -1,10 +1,13 @@
 """The parameters of a query for a page of a list, and the page."""
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
+from starlette.responses import Response
 
 from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.errors import shown
@@ -14,12 +17,28 @@ _ORDERS = ("asc", "desc")
 RowT = TypeVar("RowT")
 
 
-def page_order(query: Mapping[str, str]) -> str:
-    """Return the order that a query asks for, or raise OpenAI's 400; the newest objects come first."""
-    order = query.get("order", "desc")
-    if order not in _ORDERS:
-        raise invalid("order must be asc or desc", "order", "invalid_value")
-    return order
+@dataclass(frozen=True)
+class PageQuery:
+    """The part of a list that a client asks for.
+
+    Attributes:
+        limit: the maximum number of objects.
+        after: the id of the object before the page, or None for the first page.
+        oldest_first: whether the oldest objects come first. By default the newest do.
+    """
+
+    limit: int
+    after: str | None
+    oldest_first: bool
+
+    @classmethod
+    def read(cls, query: Mapping[str, str], *, default: int, maximum: int) -> "PageQuery":
+        """Return what a query asks for, ``default`` objects if it does not say, or raise OpenAI's 400."""
+        limit = page_limit(query, default, maximum)
+        order = query.get("order", "desc")
+        if order not in _ORDERS:
+            raise invalid("order must be asc or desc", "order", "invalid_value")
+        return cls(limit=limit, after=query.get("after") or None, oldest_first=order == "asc")
 
 
 def unknown_cursor(after: str) -> ApiError:
@@ -41,8 +60,15 @@ def page_limit(query: Mapping[str, str], default: int, most: int) -> int:
     return limit
 
 
-def object_page(rows: Sequence[RowT], limit: int, view: Callable[[RowT], dict[str, Any]]) -> bytes:
-    """Return a page of a list in OpenAI's form; a row beyond the limit says that there are more."""
+async def page_response(
+    rows: Sequence[RowT], limit: int, view: Callable[[RowT], dict[str, Any]]
+) -> Response:
+    """Return a page of a list, made off the event loop; a row beyond the limit says that there are more."""
+    content = await asyncio.to_thread(_object_page, rows, limit, view)
+    return Response(content, media_type="application/json")
+
+
+def _object_page(rows: Sequence[RowT], limit: int, view: Callable[[RowT], dict[str, Any]]) -> bytes:
     data = [view(row) for row in rows[:limit]]
     page: dict[str, Any] = {"object": "list", "data": data}
     if data:

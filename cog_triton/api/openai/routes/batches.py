@@ -1,6 +1,5 @@
 """The routes of /v1/batches; ``batch_runner.py`` runs the batches."""
 
-import asyncio
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 from cog_triton.api.openai.body_route import BodyRoute
 from cog_triton.api.openai.errors import ApiError, invalid, no_embeddings
-from cog_triton.api.openai.paging import object_page, page_limit, page_order, unknown_cursor
+from cog_triton.api.openai.paging import PageQuery, page_response, unknown_cursor
 from cog_triton.api.openai.protocol.events import new_id
 from cog_triton.api.openai.routes.files import FromStorage, found_file
 from cog_triton.api.openai.schemas.files_and_batches import BatchBody
@@ -66,18 +65,14 @@ async def create_batch(body: BatchBody, storage: FromStorage, served: FromApp) -
 @router.get("/v1/batches")
 async def list_batches(request: HttpRequest, storage: FromStorage) -> Response:
     """Those of the key, newest first."""
-    query = request.query_params
-    limit = page_limit(query, DEFAULT_BATCHES, MAX_BATCHES)
-    order = page_order(query)
+    page = PageQuery.read(request.query_params, default=DEFAULT_BATCHES, maximum=MAX_BATCHES)
     owner = current().key.name
-    after = query.get("after") or None
-    if after is not None and await storage.batches.find(owner, after) is None:
-        raise unknown_cursor(after)
+    if page.after is not None and await storage.batches.find(owner, page.after) is None:
+        raise unknown_cursor(page.after)
     rows = await storage.batches.page(
-        owner, limit=limit + 1, after=after, oldest_first=order == "asc"
+        owner, limit=page.limit + 1, after=page.after, oldest_first=page.oldest_first
     )
-    content = await asyncio.to_thread(object_page, rows, limit, batch_view)
-    return Response(content, media_type="application/json")
+    return await page_response(rows, page.limit, batch_view)
 
 
 @router.get("/v1/batches/{name}")

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.api.openai.body_route import BodyRoute
 from cog_triton.api.openai.errors import CLIENT_GONE, ApiError, invalid
-from cog_triton.api.openai.paging import object_page, page_limit, page_order, unknown_cursor
+from cog_triton.api.openai.paging import PageQuery, page_response, unknown_cursor
 from cog_triton.api.openai.protocol.events import new_id
 from cog_triton.api.openai.schemas.files_and_batches import FileForm
 from cog_triton.api.openai.served import current
@@ -73,22 +73,18 @@ async def create_file(request: HttpRequest, storage: FromStorage) -> Response:
 @router.get("/v1/files")
 async def list_files(request: HttpRequest, storage: FromStorage) -> Response:
     """Those of the key, newest first."""
-    query = request.query_params
-    limit = page_limit(query, MAX_FILES, MAX_FILES)
-    order = page_order(query)
+    page = PageQuery.read(request.query_params, default=MAX_FILES, maximum=MAX_FILES)
     owner = current().key.name
-    after = query.get("after") or None
-    if after is not None and await storage.files.find(owner, after) is None:
-        raise unknown_cursor(after)
+    if page.after is not None and await storage.files.find(owner, page.after) is None:
+        raise unknown_cursor(page.after)
     rows = await storage.files.page(
         owner,
-        limit=limit + 1,
-        after=after,
-        purpose=query.get("purpose"),
-        oldest_first=order == "asc",
+        limit=page.limit + 1,
+        after=page.after,
+        purpose=request.query_params.get("purpose"),
+        oldest_first=page.oldest_first,
     )
-    content = await asyncio.to_thread(object_page, rows, limit, file_view)
-    return Response(content, media_type="application/json")
+    return await page_response(rows, page.limit, file_view)
 
 
 @router.get("/v1/files/{name}")

@@ -17,7 +17,7 @@ from cog_triton.api.openai.body_route import LARGE_BODY, BodyRoute, off_loop
 from cog_triton.api.openai.chats import from_responses
 from cog_triton.api.openai.chats.turn import Turn, chat_turn
 from cog_triton.api.openai.errors import ApiError, invalid
-from cog_triton.api.openai.paging import page_limit, page_order, unknown_cursor
+from cog_triton.api.openai.paging import PageQuery, unknown_cursor
 from cog_triton.api.openai.protocol import events
 from cog_triton.api.openai.protocol.answering import Answering
 from cog_triton.api.openai.protocol.events import dumps
@@ -126,11 +126,9 @@ async def cancel(id: str, served: FromApp, background: BackgroundFromApp) -> Res
 @router.get("/v1/responses/{id}/input_items")
 async def list_input(id: str, served: FromApp, request: HttpRequest) -> Response:
     """The items of its input, those of the responses before among them; ``limit`` is of a page."""
-    limit = page_limit(request.query_params, DEFAULT_ITEMS, MAX_ITEMS)
-    order = page_order(request.query_params)
-    after = request.query_params.get("after")
+    query = PageQuery.read(request.query_params, default=DEFAULT_ITEMS, maximum=MAX_ITEMS)
     row = await found(served, id)
-    content = await asyncio.to_thread(_page_of_items, row.input, limit, order, after)
+    content = await asyncio.to_thread(_page_of_items, row.input, query)
     return Response(content, media_type="application/json")
 
 
@@ -250,16 +248,16 @@ def _as_running(response: bytes) -> bytes:
     return dumps({**json.loads(response), "status": "in_progress"})
 
 
-def _page_of_items(stored_items: bytes, limit: int, order: str, after: str | None) -> bytes:
+def _page_of_items(stored_items: bytes, query: PageQuery) -> bytes:
     items = json.loads(stored_items)
-    if order != "asc":
+    if not query.oldest_first:
         items.reverse()
-    if after:
+    if query.after is not None:
         ids = [item["id"] for item in items]
-        if after not in ids:
-            raise unknown_cursor(after)
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
+        if query.after not in ids:
+            raise unknown_cursor(query.after)
+        items = items[ids.index(query.after) + 1 :]
+    page = items[: query.limit]
     value = {
         "object": "list",
         "data": page,
