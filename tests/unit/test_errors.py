@@ -10,7 +10,6 @@ import pytest
 from cog_triton import errors
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
-from tests.support import load_cases
 
 
 def test_a_problem_names_its_file(tmp_path: Path) -> None:
@@ -46,12 +45,63 @@ def test_the_text_of_an_error_is_cut(error: type[errors.CogTritonError], longest
         assert text.endswith("x…")
 
 
-LONG = {"text": "x" * 5000, "cause": "x" * (errors.LONGEST - 1) + "…"}
-
-
 @pytest.mark.parametrize(
-    "case", [*load_cases(__file__, "errors.yaml"), LONG], ids=lambda case: case["cause"][:40]
+    ("text", "cause"),
+    [
+        pytest.param(
+            (
+                "Internal: SafetensorError: Error while deserializing header: header too "
+                r"large\n\nAt:\n  /a.py(4570): load\n"
+            ),
+            "SafetensorError: Error while deserializing header: header too large",
+            id="traceback with newlines that are escaped",
+        ),
+        pytest.param(
+            (
+                "in ensemble 'ensemble', [TensorRT-LLM][ERROR] Assertion failed: no cache "
+                "(/src/kv.cpp:92)\n"
+                "1       0x7f8c2dc45ab1 tensorrt_llm::common::throwRuntimeError + 100\n"
+                "2       0x7f8c2 /lib/x.so"
+            ),
+            "[TensorRT-LLM][ERROR] Assertion failed: no cache (/src/kv.cpp:92)",
+            id="stack of C++",
+        ),
+        pytest.param(
+            (
+                "in ensemble 'ensemble_ids', Failed to process the request(s) for model "
+                "instance 'preprocessing_0_0', message: ValueError: a bad word\n"
+                "\n"
+                "At:\n"
+                "  m.py(9): execute\n"
+            ),
+            "a bad word",
+            id="traceback after an ensemble's words",
+        ),
+        pytest.param(
+            "Internal: KeyError: 'model'\n\nAt:\n  model.py(3): initialize",
+            "KeyError: 'model'",
+            id="traceback after a KeyError",
+        ),
+        pytest.param(
+            "Internal: ConfigurationError: E3001 ConfigurationError: none\n",
+            "none",
+            id="the project's code",
+        ),
+        pytest.param(
+            "in ensemble 'ensemble_ids', top_p must be 1, not 2",
+            "top_p must be 1, not 2",
+            id="words of an ensemble",
+        ),
+        pytest.param(
+            "ValueError: model type `z`\nis unknown.\n\nUpdate it.",
+            "model type `z` is unknown.",
+            id="several lines",
+        ),
+        pytest.param("Triton says so", "Triton says so", id="a text as it is"),
+        pytest.param("", "", id="nothing"),
+        pytest.param("x" * 5000, "x" * (errors.LONGEST - 1) + "…", id="too long a text"),
+    ],
 )
-def test_the_cause_is_what_is_left_of_tritons_text(case: dict[str, str]) -> None:
-    assert errors.cause(case["text"]) == case["cause"]
-    assert errors.cause(case["cause"]) == case["cause"]
+def test_the_cause_is_what_is_left_of_tritons_text(text: str, cause: str) -> None:
+    assert errors.cause(text) == cause
+    assert errors.cause(cause) == cause

@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from cog_triton import cli
 from cog_triton.request.admission import Admission
 from cog_triton.settings import VARIABLES, read_settings
-from tests.support import ROOT, load_cases
+from tests.support import ROOT
 from tests.unit.api.openai.support import Backend, ask
 from tests.unit.deployment.test_deployment import served
 
@@ -293,7 +293,50 @@ def test_journals_that_would_lose_responses_are_refused(
     assert text in made.stderr
 
 
-@pytest.mark.parametrize(("text", "values"), load_cases(__file__, "helm.yaml").items())
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        pytest.param(
+            "'/shape': value must be one of 'cog', 'openai', 'dynamo'",
+            {"shape": "docker"},
+            id="unknown shape",
+        ),
+        pytest.param("additional properties 'gpu' not allowed", {"gpu": 2}, id="unknown value"),
+        pytest.param(
+            "'/drainSeconds': minimum: got -1", {"drainSeconds": -1}, id="negative number"
+        ),
+        pytest.param(
+            "'/settings/MAX_RUNNING': got number, want string",
+            {"settings": {"MAX_RUNNING": 64}},
+            id="number for a setting's text",
+        ),
+        pytest.param(
+            "invalid propertyName 'PORT'",
+            {"settings": {"PORT": "1"}},
+            id="setting of the chart itself",
+        ),
+        pytest.param(
+            "'/dynamo/fileClaim': minLength",
+            {"dynamo": {"discovery": "file"}},
+            id="files of Dynamo without a claim",
+        ),
+        pytest.param(
+            "'/shape': value must be 'openai'",
+            {"shape": "cog", "gateway": {"enabled": True}},
+            id="gateway for Cog",
+        ),
+        pytest.param(
+            "autoscaling: it needs metrics.enabled",
+            {"autoscaling": {"enabled": True}},
+            id="autoscaling without metrics",
+        ),
+        pytest.param(
+            "metrics: they open Triton's ports",
+            {"metrics": {"enabled": True, "triton": True}, "networkPolicy": {"enabled": False}},
+            id="Triton's metrics without a network policy",
+        ),
+    ],
+)
 def test_bad_values_are_refused_by_name(helm: Path, text: str, values: dict[str, Any]) -> None:
     made = run(helm, "template", RELEASE, **values)
     assert made.returncode

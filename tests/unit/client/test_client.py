@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,17 +24,82 @@ from cog_triton.client.stream import (
 from cog_triton.protocol.frames import Frame, encode_frames
 from cog_triton.protocol.log_probs import TokenLogProb, packed_log_probs
 from cog_triton.protocol.names import ENGINE, LOG_PROBS
-from tests.support import load_cases
 
 pytestmark = pytest.mark.anyio
 
 
-ERRORS = load_cases(__file__, "errors.yaml").items()
-
-
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, of in ERRORS for text in of])
-def test_errors_by_their_texts(name: str, text: str) -> None:
-    assert type(errors.error_from_text(text)).__name__ == name
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        pytest.param(
+            errors.PromptTooLong,
+            "Prompt length (9) exceeds maximum input length (8).",
+            id="prompt of TensorRT-LLM",
+        ),
+        pytest.param(
+            errors.PromptTooLong,
+            "Request sequence length is potentially greater than max input length.",
+            id="sequence of TensorRT-LLM",
+        ),
+        pytest.param(
+            errors.InvalidParameter,
+            "LoRA task 5 not found in cache. Please send LoRA weights with request",
+            id="unknown adapter",
+        ),
+        pytest.param(
+            errors.InvalidParameter,
+            "Assertion failed: lora module attn_q not enabled for this model",
+            id="adapter of other modules",
+        ),
+        pytest.param(
+            errors.InvalidParameter,
+            "Invalid low_rank (64). low_rank must be smaller than mMaxLowRank (8)",
+            id="adapter of too high a rank",
+        ),
+        pytest.param(
+            errors.InvalidParameter,
+            "EndId (99) is not within acceptable range [-1, 5)",
+            id="end id",
+        ),
+        pytest.param(
+            errors.InvalidParameter,
+            "in ensemble 'ensemble', top_p must be between 0 and 1, not 2.0",
+            id="parameter, within an ensemble",
+        ),
+        pytest.param(
+            errors.TritonOverloaded,
+            "PEFT Cache is full. Could not store taskId=5",
+            id="full cache of adapters",
+        ),
+        pytest.param(
+            errors.TritonOverloaded,
+            "Maximum queue size of 5 has been reached, please try again later",
+            id="full queue",
+        ),
+        pytest.param(
+            errors.TritonOverloaded, "Exceeds maximum queue size", id="full queue, in short"
+        ),
+        pytest.param(
+            errors.TritonOverloaded,
+            "the LoRA cache is full: adapter a does not fit beside the adapters in use",
+            id="full cache of adapters of the embedded engine",
+        ),
+        pytest.param(
+            errors.TritonTokenizerError,
+            "the request(s) for model 'preprocessing', message: x",
+            id="preprocessing",
+        ),
+        pytest.param(
+            errors.TritonUnavailable,
+            "the engine has stopped: out of memory",
+            id="engine that has stopped",
+        ),
+        pytest.param(errors.TritonUnknownError, "something else", id="unknown text"),
+        pytest.param(errors.TritonUnknownError, "", id="no text"),
+    ],
+)
+def test_errors_by_their_texts(error: type[errors.CogTritonError], text: str) -> None:
+    assert type(errors.error_from_text(text)) is error
 
 
 # Responses
@@ -299,27 +366,111 @@ async def test_a_client_that_is_closed_begins_no_stream(transport: Any) -> None:
         await consume(client)
 
 
-def with_frames(event: Any) -> str:
-    """An event's text; of a list, frames with those starts, ids and ends."""
-    if not isinstance(event, list):
-        return str(event)
-    frames = [Frame(1, start, ids, 9, final) for start, ids, final in event]
+def frame(*, start: int, ids: list[int], final: bool) -> Frame:
+    return Frame(sequence=1, start=start, ids=ids, input_tokens=9, final=final)
+
+
+def frames_event(*frames: Frame) -> str:
+    """The JSON of an event that has frames."""
     return json.dumps({"frames": encode_frames(frames).tolist()})
 
 
-@pytest.mark.parametrize("reply", load_cases(__file__, "replies.yaml"))
-async def test_http_replies_that_end_in_an_error(reply: dict[str, Any]) -> None:
-    events = "".join(f"data: {event}\n\n" for event in map(with_frames, reply.get("events", ())))
-    kind = "text/event-stream" if "events" in reply else "application/json"
+@dataclass(frozen=True)
+class Reply:
+    """What Triton answers over HTTP: events of a stream, or a body of JSON."""
 
+    status: int = 200
+    events: Sequence[str] | None = None
+    body: str = ""
+
+    def text(self) -> str:
+        events = "".join(f"data: {event}\n\n" for event in self.events or ())
+        kind = "application/json" if self.events is None else "text/event-stream"
+        head = f"HTTP/1.1 {self.status} X\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
+        return head + events + self.body
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        pytest.param(Reply(events=["{oops"]), "E2103", id="no JSON"),
+        pytest.param(Reply(events=["[1]"]), "E2104", id="no object"),
+        pytest.param(Reply(events=[]), "E2104.*lost data after 0 tokens", id="no event"),
+        pytest.param(Reply(events=["{}"]), "E2104.*lacks 'output_ids'", id="no ids"),
+        pytest.param(
+            Reply(events=['{"output_ids": "text"}']),
+            "E2104.*is malformed: output_ids, text",
+            id="text for ids",
+        ),
+        pytest.param(
+            Reply(events=['{"output_ids": 1099511627776}']),
+            "is malformed: output_ids, 10995",
+            id="an id out of range",
+        ),
+        pytest.param(
+            Reply(events=['{"output_ids": 1, "sequence_length": []}']),
+            "E2104.*lacks list index",
+            id="no length",
+        ),
+        pytest.param(
+            Reply(events=[frames_event(frame(start=0, ids=[5, 6], final=False))]),
+            "lost data after 2 tokens",
+            id="frame, and no last one",
+        ),
+        pytest.param(
+            Reply(
+                events=[
+                    frames_event(frame(start=0, ids=[5, 6], final=False)),
+                    frames_event(frame(start=3, ids=[8], final=True)),
+                ]
+            ),
+            "lost data after 2 tokens",
+            id="frames with a gap",
+        ),
+        pytest.param(
+            Reply(
+                events=[
+                    frames_event(
+                        frame(start=0, ids=[5, 6], final=False),
+                        frame(start=0, ids=[5, 6], final=False),
+                    )
+                ]
+            ),
+            "2 frames instead of one",
+            id="two frames at once",
+        ),
+        pytest.param(
+            Reply(events=['{"frames": [2, 2, 7, 8]}']),
+            "E2104.*frames of another format",
+            id="frames of another format",
+        ),
+        pytest.param(
+            Reply(
+                events=[
+                    '{"output_ids": 5, "sequence_length": 1}',
+                    '{"error": "Exceeds maximum queue size"}',
+                ]
+            ),
+            "E2106",
+            id="error after a token",
+        ),
+        pytest.param(
+            Reply(status=400, body='{"error": "unknown model"}'), "E2100", id="error's status"
+        ),
+        pytest.param(Reply(status=500, body=""), "E2103", id="nothing with an error's status"),
+        pytest.param(
+            Reply(status=502, body="<html>"), "E2103", id="no JSON with an error's status"
+        ),
+    ],
+)
+async def test_http_replies_that_end_in_an_error(reply: Reply, problem: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}")
-        head = f"HTTP/1.1 {reply['status']} X\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
-        writer.write((head + events + reply.get("body", "")).encode())
+        writer.write(reply.text().encode())
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with aclosing(HttpClient(f"127.0.0.1:{port}", response_timeout=5)) as client:
-            with pytest.raises(errors.CogTritonError, match=reply["error"]):
+            with pytest.raises(errors.CogTritonError, match=problem):
                 await consume(client)

@@ -25,7 +25,6 @@ from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.support import load_cases
 
 
 @pytest.mark.parametrize(
@@ -63,12 +62,40 @@ def request(**values: Any) -> Request:
     return Request(**{"prompt": "a", "seed": 0, **values})
 
 
-@pytest.mark.parametrize("case", load_cases(__file__, "ignored.yaml"))
-def test_what_nvidias_parts_would_ignore_is_refused(case: dict[str, Any]) -> None:
-    asked, backend = request(**case["request"]), case["by"] == "TensorRT-LLM's C++ backend"
-    message = re.escape(f"{case['by']} does not support {case['names']}") + "$"
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        pytest.param(request(min_p=0.1), "min_p", id="min_p"),
+        pytest.param(
+            request(log_probs=2, min_p=0.1), "min_p, top_logprobs", id="min_p and top_logprobs"
+        ),
+        pytest.param(
+            request(log_probs=0, prompt_log_probs=True), "prompt_logprobs", id="prompt_logprobs"
+        ),
+        pytest.param(request(allowed_token_ids=[1]), "allowed_token_ids", id="allowed_token_ids"),
+    ],
+)
+def test_what_nvidias_backend_would_ignore_is_refused(asked: Request, names: str) -> None:
+    message = re.escape(f"TensorRT-LLM's C++ backend does not support {names}") + "$"
     with pytest.raises(errors.InvalidParameter, match=message):
-        check_supported(asked, "tensorrtllm", own_preprocessing=backend)
+        check_supported(asked, "tensorrtllm", own_preprocessing=True)
+    check_supported(asked, "transformers", own_preprocessing=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        pytest.param(request(prompt_ids=[1, 2]), "prompt_ids", id="prompt_ids"),
+        pytest.param(
+            request(add_special_tokens=False), "add_special_tokens", id="add_special_tokens"
+        ),
+        pytest.param(request(logit_bias=[(1, 2.0)]), "logit_bias", id="logit_bias"),
+    ],
+)
+def test_what_another_preprocessing_would_ignore_is_refused(asked: Request, name: str) -> None:
+    message = f"the preprocessing model of TRITON_MODEL_REPO does not support {name}$"
+    with pytest.raises(errors.InvalidParameter, match=message):
+        check_supported(asked, "tensorrtllm", own_preprocessing=False)
     check_supported(asked, "transformers", own_preprocessing=True)
     check_supported(request(log_probs=0), "tensorrtllm", own_preprocessing=False)
 

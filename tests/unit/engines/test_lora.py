@@ -24,7 +24,6 @@ from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter
 from tests.peft_reference import Reference, load
-from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
 
 WEIGHTS = "adapter_model.safetensors"
@@ -221,7 +220,32 @@ def test_a_file_that_is_cut_off(model: Any, broken: Path, file: str) -> None:
     assert refusal(model, broken)
 
 
-@pytest.mark.parametrize(("fields", "reason"), load_cases(__file__, "lora.yaml"))
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        pytest.param({"peft_type": "IA3"}, "not a LoRA adapter", id="not LoRA"),
+        pytest.param({"r": 0}, "should be a positive integer", id="rank 0"),
+        pytest.param({"use_dora": True}, "use_dora=True is not supported", id="DoRA"),
+        pytest.param({"bias": "all"}, "bias='all' is not supported", id="biases"),
+        pytest.param(
+            {"modules_to_save": ["lm_head"]}, "modules_to_save=.* not supported", id="whole modules"
+        ),
+        pytest.param(
+            {"init_lora_weights": "pissa"}, "changes the base model's weights", id="PiSSA"
+        ),
+        pytest.param(
+            {"target_modules": ["k_proj"]}, "its weight .*_proj.lora_", id="modules without weights"
+        ),
+        pytest.param(
+            {"target_modules": ["nothing"]}, "not found in the base model", id="unknown module"
+        ),
+        pytest.param({"target_modules": ["embed_tokens"]}, "not a linear layer", id="embedding"),
+        pytest.param(
+            {"target_modules": ["lm_head"]}, "model's output layer, lm_head", id="output layer"
+        ),
+        pytest.param({"r": 5}, "size mismatch for .*lora_A", id="rank of another size"),
+    ],
+)
 def test_a_configuration_that_cannot_be_used(
     model: Any, broken: Path, fields: dict[str, Any], reason: str
 ) -> None:

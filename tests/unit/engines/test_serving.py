@@ -10,7 +10,6 @@ from cog_triton.engines.serving import Output, Serving
 from cog_triton.protocol.frames import FrameAddress
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.stop_words import StopWordSearch
-from tests.support import load_cases
 from tests.tokenizers import words as word_tokenizer
 
 TIMEOUT = 60
@@ -280,10 +279,50 @@ def test_a_stop_ends_all_sequences_of_its_request(bench: Bench) -> None:
 # Stop words
 
 
-@pytest.mark.parametrize(("words", "made", "kept"), load_cases(__file__, "stop_words.yaml"))
+@pytest.mark.parametrize(
+    ("words", "made", "kept"),
+    [
+        pytest.param(((12,),), [[11, 12, 13, 14]], [11, 12], id="within a step"),
+        pytest.param(((12,),), [[11], [13], [12], [14]], [11, 13, 12], id="a step of its own"),
+        pytest.param(((12, 13),), [[11, 12], [13, 14]], [11, 12, 13], id="cut across two steps"),
+        pytest.param(
+            ((12, 13, 14),),
+            [[11, 12], [13], [14, 15]],
+            [11, 12, 13, 14],
+            id="cut across three steps",
+        ),
+        pytest.param(
+            ((12, 12, 13),), [[12], [12], [12, 13, 14]], [12, 12, 12, 13], id="begun twice"
+        ),
+        pytest.param(
+            ((13, 14), (12,)),
+            [[11, 13], [12, 13, 14]],
+            [11, 13, 12],
+            id="two words, the first to be complete",
+        ),
+        pytest.param(
+            ((11, 12, 13), (12,)),
+            [[11, 12, 13]],
+            [11, 12],
+            id="two words, the shorter within the longer",
+        ),
+        pytest.param(
+            ((99,), (12, 13)),
+            [[12, 11, 12], [11, 13], [12, 13]],
+            [12, 11, 12, 11, 13, 12, 13],
+            id="two words, of which neither is complete",
+        ),
+    ],
+)
 @pytest.mark.parametrize("streaming", [True, False])
-def test_stop_words(bench: Bench, words: Any, made: Any, kept: list[int], streaming: bool) -> None:
-    client = bench.start(stop_words=tuple(map(tuple, words)), streaming=streaming)
+def test_stop_words(
+    bench: Bench,
+    words: tuple[tuple[int, ...], ...],
+    made: list[list[int]],
+    kept: list[int],
+    streaming: bool,
+) -> None:
+    client = bench.start(stop_words=words, streaming=streaming)
     for ids in made:
         bench.make(*ids, to=0)
     bench.drain()
