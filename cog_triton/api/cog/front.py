@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, cast
@@ -27,6 +26,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from cog_triton.api.cog.answer import Answer
 from cog_triton.api.cog.inner_port import connect, random_source
 from cog_triton.api.cog.predictions import Passage, Predictions
 from cog_triton.api.cog.replicate import (
@@ -48,73 +48,12 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: the worker has ended
 _END_SECONDS = 4.0  # for what comes after DRAIN_SECONDS, with the end of Cog's server
 _PIECE_BYTES = 1 << 16
 _SILENT = "Cog's server is not responding"
-_OUTPUT = b"event: output\ndata: "
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': STOPPED})}\n\n".encode()
 _NOT_PASSED_ON = frozenset(
     b"connection content-length expect keep-alive proxy-connection te transfer-encoding".split()
 )
 _NOT_RELAYED = (b"connection", b"date")  # uvicorn writes its own
 Reply = tuple[int, list[tuple[bytes, bytes]], asyncio.StreamReader]  # status, headers and body
-
-
-class Answer(asyncio.StreamReader):
-    """The response to a request with these headers; of a stream of events, texts come as they are shown.
-
-    Cog's server has texts later and joined: of its events of output, only what is new is passed on. What
-    is no event, such as the body of an error, comes with the end of the connection.
-    """
-
-    def __init__(self, limit: int, headers: Headers) -> None:
-        super().__init__(limit, asyncio.get_running_loop())
-        self._streams = b"text/event-stream" in dict(headers).get(b"accept", b"")
-        self._rest = bytearray()  # of an event that is not complete yet
-        self._begun = False  # the head and the first event have come
-        self._ended = False
-        self._texts: deque[tuple[int, str]] = deque()  # and how many characters are before each
-        self._passed = self._cogs = self._events = 0  # characters, and events of output
-
-    def show(self, before: int, text: str) -> None:
-        """Take a text from the predictor; ``before`` is the number of characters before it."""
-        if self._streams and not self._ended:
-            self._texts.append((before, text))
-            self._pass_on()
-
-    def feed_data(self, data: Any) -> None:
-        if not self._streams:
-            super().feed_data(data)
-            return
-        searched = max(0, len(self._rest) - 1)  # again would take long, where an event is large
-        self._rest += data
-        while (end := self._rest.find(b"\n\n", searched)) >= 0:
-            event = bytes(self._rest[:end])
-            del self._rest[: end + 2]
-            searched = 0
-            if event.startswith(_OUTPUT):
-                text = orjson.loads(event[len(_OUTPUT) :])["chunk"]
-                self._texts.appendleft((self._cogs, text))
-                self._cogs += len(text)
-            else:
-                super().feed_data(event + b"\n\n")
-                self._begun = True
-            self._pass_on()
-
-    def feed_eof(self) -> None:
-        """Take the end of the response, and again that of its connection."""
-        if self._ended:
-            return
-        self._ended = True
-        super().feed_data(bytes(self._rest))
-        super().feed_eof()
-
-    def _pass_on(self) -> None:
-        """Pass on what follows what was passed on; a text further on waits for Cog's server's."""
-        while self._begun and self._texts and self._texts[0][0] <= self._passed:
-            before, text = self._texts.popleft()
-            if text := text[self._passed - before :]:
-                event = orjson.dumps({"chunk": text, "index": self._events})
-                super().feed_data(_OUTPUT + event + b"\n\n")
-                self._passed += len(text)
-                self._events += 1
 
 
 class Front:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.api.cog import predictions as module
-from cog_triton.api.cog.front import Answer, Front
+from cog_triton.api.cog.front import Front
 from cog_triton.api.cog.predictions import VARIABLE, Inputs, Passage, Predictions, fields_of
 from cog_triton.request.limits import TextLimits
 from cog_triton.settings import read_settings
@@ -299,32 +299,3 @@ async def test_cancels_reach_a_predictor_that_listens(
         predictions.end("x", 200)
         predictions.begin("x")
     assert sent == [("cancel", "x"), ("cancel", "x"), ("forget", "x")]
-
-
-async def test_an_answer_ends_once() -> None:
-    answer = Answer(1 << 16, [(b"accept", b"text/event-stream")])
-    answer.feed_data(b"event: start\ndata: {}\n\n")
-    answer.feed_eof()
-    answer.show(0, "late")
-    answer.feed_eof()  # uvloop reports the end of the connection too
-    assert await answer.read() == b"event: start\ndata: {}\n\n"
-
-
-@pytest.mark.parametrize("case", CASES["answers"].values(), ids=CASES["answers"])
-async def test_texts_of_the_predictor_in_an_answer_of_cogs_server(case: dict[str, Any]) -> None:
-    answer = Answer(1 << 16, [(b"accept", b"text/event-stream")])
-    for step in case["steps"]:
-        if isinstance(step, list):
-            answer.show(*step)
-            continue
-        given = step if isinstance(step, dict) else {"bytes": f"event: {step}\ndata: {{}}\n\n"}
-        chunk = json.dumps({"chunk": given.get("cog"), "index": 7})
-        answer.feed_data(given.get("bytes", f"event: output\ndata: {chunk}\n\n").encode())
-    answer.feed_eof()
-    *events, rest = (await answer.read()).decode().split("\n\n")
-    found = [
-        (event.split("\n")[0][7:], json.loads(event.partition("data: ")[2])) for event in events
-    ]
-    assert [event.get("chunk", name) for name, event in found] == case["gives"]
-    outputs = [event["index"] for name, event in found if name == "output"]
-    assert (outputs, rest) == ([*range(len(outputs))], case.get("rest", ""))
