@@ -18,9 +18,8 @@ from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
-from tests.support import alive, load_cases, wait_until
+from tests.support import alive, wait_until
 
-CASES = load_cases(__file__, "dynamo.yaml")
 IDS = [5, 6, 7, 8]
 
 
@@ -87,20 +86,108 @@ def test_the_command_to_try_is_one_that_the_model_answers(
     assert ("messages" in body) == (path == "/v1/chat/completions")
 
 
-@pytest.mark.parametrize("case", CASES["options"])
-def test_options(case: dict[str, Any]) -> None:
-    request = asked(case["asked"])
-    for name, value in case["fields"].items():
-        assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value)
+@pytest.mark.parametrize(
+    ("groups", "fields"),
+    [
+        pytest.param(
+            {"sampling_options": {"top_k": -1, "min_p": 0.1}},
+            {"top_k": 0, "min_p": 0.1},
+            id="top_k for all, and min_p",
+        ),
+        pytest.param(
+            {"sampling_options": {"frequency_penalty": 0.5}},
+            {"frequency_penalty": 0.5},
+            id="penalty",
+        ),
+        pytest.param(
+            {"stop_conditions": {"stop_token_ids_hidden": [2, 3, 9]}},
+            {"stop_token_ids": (9,)},
+            id="hidden stop tokens, of which two end the text anyway",
+        ),
+        pytest.param(
+            {"stop_conditions": {"stop_token_ids_visible": [4]}},
+            {"stop_token_ids": (4,)},
+            id="visible stop token",
+        ),
+        pytest.param(
+            {"stop_conditions": {"ignore_eos": True, "stop_token_ids_hidden": [9]}},
+            {"ignore_eos": True, "stop_token_ids": ()},
+            id="no end tokens",
+        ),
+        pytest.param(
+            {"output_options": {"logprobs": 3}},
+            {"log_probs": 3, "prompt_log_probs": False},
+            id="log probabilities",
+        ),
+        pytest.param(
+            {"output_options": {"prompt_logprobs": 0}},
+            {"prompt_log_probs": True},
+            id="log probabilities of the prompt",
+        ),
+    ],
+)
+def test_options(groups: dict[str, Any], fields: dict[str, Any]) -> None:
+    request = asked(groups)
+    assert {name: getattr(request, name) for name in fields} == fields
 
 
-@pytest.mark.parametrize(("given", "kind", "text"), CASES["guides"])
-def test_guides(given: dict[str, Any], kind: str | None, text: str) -> None:
-    found = asked({"sampling_options": {"guided_decoding": given}}).guide
-    assert found == (kind and Guide(GuideKind(kind), text))
+@pytest.mark.parametrize(
+    ("options", "guide"),
+    [
+        pytest.param(
+            {"json": {"type": "object"}},
+            Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}'),
+            id="schema",
+        ),
+        pytest.param(
+            {"json": '{"type": "object"}', "regex": None},
+            Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}'),
+            id="schema as text, beside an option without a value",
+        ),
+        pytest.param({"json_object": True}, Guide(GuideKind.JSON, ""), id="any object"),
+        pytest.param(
+            {"regex": "a|b", "backend": "xgrammar"},
+            Guide(GuideKind.REGEX, "a|b"),
+            id="regular expression",
+        ),
+        pytest.param({"choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]'), id="choice"),
+        pytest.param(
+            {"grammar": 'root ::= "a"'}, Guide(GuideKind.GRAMMAR, 'root ::= "a"'), id="grammar"
+        ),
+        pytest.param({"backend": "xgrammar"}, None, id="no guide"),
+    ],
+)
+def test_guides(options: dict[str, Any], guide: Guide | None) -> None:
+    assert asked({"sampling_options": {"guided_decoding": options}}).guide == guide
 
 
-@pytest.mark.parametrize(("groups", "text"), CASES["refused"])
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        pytest.param({"sampling_options": {"n": 2}}, "n must be 1 here", id="two answers"),
+        pytest.param(
+            {"sampling_options": {"use_beam_search": True}}, "use_beam_search", id="beam search"
+        ),
+        pytest.param(
+            {"stop_conditions": {"max_thinking_tokens": 4}},
+            "max_thinking_tokens",
+            id="thinking tokens",
+        ),
+        pytest.param(
+            {"sampling_options": {"guided_decoding": {"lark": "x"}}},
+            "lark is not supported",
+            id="Lark grammar",
+        ),
+        pytest.param(
+            {"sampling_options": {"guided_decoding": {"regex": "a", "choice": ["b"]}}},
+            "cannot be combined",
+            id="two guides",
+        ),
+        pytest.param(
+            {"multi_modal_data": {"image_url": ["x"]}}, "the prompt must be text", id="image"
+        ),
+    ],
+)
 def test_what_has_no_effect_is_refused_by_name(groups: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidParameter, match=text):
         asked(groups)

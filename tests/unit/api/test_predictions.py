@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -21,10 +22,9 @@ from cog_triton.request.limits import TextLimits
 from cog_triton.settings import read_settings
 from cog_triton.web import Refusal
 from cog_triton.web.server import bound
-from tests.support import load_cases, run_until_killed, wait_until
+from tests.support import run_until_killed, wait_until
 
 pytestmark = pytest.mark.anyio
-CASES = load_cases(__file__, "predictions.yaml")
 NO_INPUTS = Inputs()
 INPUTS = Inputs(
     needed=("prompt", "messages"),
@@ -68,10 +68,29 @@ def test_an_id_that_passes_names_a_directory_of_its_own(identifier: str) -> None
         assert Path("/base", identifier).resolve().parent == Path("/base")
 
 
-@pytest.mark.parametrize("case", CASES["passes"])
-def test_what_passes_unchanged(case: dict[str, str]) -> None:
-    sent = case["method"], case["target"], case.get("body", "").encode()
-    assert check(*sent) == Passage(*sent, case.get("starts"), case.get("cancels"))
+@pytest.mark.parametrize(
+    "passage",
+    [
+        pytest.param(Passage("GET", "/health-check"), id="health"),
+        pytest.param(Passage("POST", "/shutdown"), id="end of the server"),
+        pytest.param(Passage("GET", "/predictions/x"), id="query of a prediction"),
+        pytest.param(Passage("PUT", "/predictions/x", starts="x"), id="prediction with an id"),
+        pytest.param(
+            Passage("PUT", "/trainings/%61b?c", starts="ab"), id="training with an escaped id"
+        ),
+        pytest.param(
+            Passage("POST", "/predictions", b'{"id": "mine", "input": {}}', starts="mine"),
+            id="prediction with an id in its body",
+        ),
+        pytest.param(
+            Passage("POST", "/predictions/%61b/cancel", cancels="ab"),
+            id="cancellation with an escaped id",
+        ),
+        pytest.param(Passage("GET", "/predictions/%61b/cancel"), id="query of a path that cancels"),
+    ],
+)
+def test_what_passes_unchanged(passage: Passage) -> None:
+    assert check(passage.method, passage.target, passage.body) == passage
 
 
 @pytest.mark.parametrize("body", [b'{"id": ', b'"id"' + b"[" * 100_000, b'{"id": "\xff"}', b"x"])
@@ -200,20 +219,53 @@ def test_no_body_is_passed_on_that_begins_no_prediction(method: str, path: str) 
     assert check(method, path, b'{"input": {"prompt": "x"}}').body == b""
 
 
-@pytest.mark.parametrize(("path", "status", "state", "well"), CASES["health"])
-async def test_health(path: str, status: str | None, state: dict[str, Any], well: bool) -> None:
+@dataclass(frozen=True)
+class State:
+    """What Cog's server says, or None where it does not answer, and what is known beside it."""
+
+    cog_status: str | None
+    busy_for: float = 0.0  # seconds
+    draining: bool = False
+    worker_ended: bool = False
+
+
+@pytest.mark.parametrize(
+    ("route", "state", "status"),
+    [
+        pytest.param("ready", State("READY"), 200, id="ready when idle"),
+        pytest.param("ready", State("BUSY", busy_for=9.0), 200, id="ready when busy"),
+        pytest.param(
+            "ready", State("BUSY", busy_for=10.1), 503, id="not ready when busy for too long"
+        ),
+        pytest.param("ready", State("READY", draining=True), 503, id="not ready when draining"),
+        pytest.param("ready", State("STARTING"), 503, id="not ready when starting"),
+        pytest.param("ready", State("UNHEALTHY"), 503, id="not ready when unhealthy"),
+        pytest.param("ready", State(None), 503, id="not ready without an answer"),
+        pytest.param("live", State("READY"), 200, id="alive when idle"),
+        pytest.param("live", State("UNHEALTHY"), 200, id="alive when unhealthy"),
+        pytest.param("live", State("DEFUNCT"), 503, id="dead when defunct"),
+        pytest.param("live", State(None), 503, id="dead without an answer"),
+        pytest.param("live", State("READY", worker_ended=True), 503, id="dead without a worker"),
+        pytest.param(
+            "live", State(None, draining=True), 200, id="alive without an answer while draining"
+        ),
+    ],
+)
+async def test_health(route: str, state: State, status: int) -> None:
     front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))
-    front.predictions.progress = time.monotonic() - state.get("busy_for", 0.0)
-    front.predictions.draining = draining = state.get("draining", False)
-    front._busy_since, front._worker_ended = 1.0, state.get("worker_ended", False)
-    vars(front)["ask"] = AsyncMock(return_value=status and {"status": status})
+    front.predictions.progress = time.monotonic() - state.busy_for
+    front.predictions.draining = state.draining
+    front._busy_since = 1.0
+    front._worker_ended = state.worker_ended
+    answer = None if state.cog_status is None else {"status": state.cog_status}
+    vars(front)["ask"] = AsyncMock(return_value=answer)
     transport = httpx.ASGITransport(front)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        reply = await client.get(f"/health/{path}")
+        reply = await client.get(f"/health/{route}")
     front.predictions.remove_all()
-    assert reply.json()["status"] == (status or "UNKNOWN")
-    assert reply.status_code == (200 if well else 503)
-    assert ("connection" in reply.headers) == draining
+    assert reply.json()["status"] == (state.cog_status or "UNKNOWN")
+    assert reply.status_code == status
+    assert ("connection" in reply.headers) == state.draining
 
 
 @pytest.mark.parametrize("status", [200, 409, 0])

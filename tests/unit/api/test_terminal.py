@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from cog_triton.terminal.serving import LogReader, Report, line_of
-from tests.support import ROOT, load_cases
-
-CASES = load_cases(__file__, "terminal.yaml")
+from tests.support import ROOT
 
 
 class Terminal(io.StringIO):
@@ -76,13 +74,55 @@ def shown(level: str, name: str, text: str, at: str = "info", to: Any = io.Strin
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("level", "target", "text", "shown_at"), CASES["shown"])
-def test_what_a_person_is_shown(level: str, target: str, text: str, shown_at: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "target", "text", "shown_at"),
+    [
+        pytest.param(
+            "ERROR", "tritonserver", "x", ["debug", "info", "warning", "error"], id="error"
+        ),
+        pytest.param("WARN", "anything", "x", ["debug", "info", "warning"], id="warning"),
+        pytest.param("INFO", "cog_triton.deployment", "x", ["debug", "info"], id="the package"),
+        pytest.param("INFO", "cog_tritonish", "x", ["debug"], id="another package"),
+        pytest.param("INFO", "tritonserver", "x", ["debug"], id="Triton"),
+        pytest.param("INFO", "coglet::a", "x", ["debug"], id="Cog's server"),
+        pytest.param(
+            "ERROR",
+            "tritonserver",
+            "ERROR: Failed to create instance: no",
+            ["debug"],
+            id="instance, which the error at the end repeats",
+        ),
+        pytest.param(
+            "ERROR",
+            "tritonserver",
+            "failed to load 'a' version 1: no",
+            ["debug"],
+            id="model, which the error at the end repeats",
+        ),
+        pytest.param(
+            "ERROR",
+            "tritonserver",
+            "Invalid argument: ensemble 'e' depends on 'a' which has no loaded version. no",
+            ["debug"],
+            id="ensemble, which the error at the end repeats",
+        ),
+    ],
+)
+def test_what_a_person_is_shown(level: str, target: str, text: str, shown_at: list[str]) -> None:
     levels = ("debug", "info", "warning", "error")
-    assert [at for at in levels if shown(level, target, text, at)] == shown_at.split()
+    assert [at for at in levels if shown(level, target, text, at)] == shown_at
 
 
-@pytest.mark.parametrize("text", CASES["warnings"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(r'a_b.cc:12] "no\n\nAt: x"', id="place, quotes and traceback"),
+        pytest.param('"no"', id="quotes"),
+        pytest.param("no", id="bare"),
+        pytest.param(r"a_b.cc:12] no\nAt", id="place and traceback"),
+        pytest.param(r'"no\nAt"', id="quotes and traceback"),
+    ],
+)
 def test_a_warning_of_triton(text: str) -> None:
     assert shown("WARN", "tritonserver", text) == "warning: no\n"
     assert shown("WARN", "tritonserver", text, "debug") == f"WARN  tritonserver: {text}\n"

@@ -1,5 +1,6 @@
 """The application on a backend that answers with what it is told to: routes, errors, ends."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ from cog_triton import errors
 from cog_triton.api.openai.errors import api_error
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
-from tests.support import load_cases
 from tests.unit.api.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -102,22 +102,94 @@ def test_the_names_of_a_model() -> None:
     assert ask(Backend(), "GET", "/v1/models/m").json()["max_model_len"] == 64
 
 
+@dataclass(frozen=True)
+class ErrorCase:
+    """An error of ours, and what clients of OpenAI's and of Anthropic's API are told."""
+
+    error: errors.CogTritonError
+    status: int
+    openai_type: str
+    openai_code: str
+    anthropic_type: str
+    anthropic_text: str = "x"
+    retry_after: str | None = None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "case", load_cases(__file__, "errors.yaml"), ids=lambda case: case["error"]
+    "case",
+    [
+        pytest.param(
+            ErrorCase(
+                error=errors.PromptTooLong("x"),
+                status=400,
+                openai_type="invalid_request_error",
+                openai_code="context_length_exceeded",
+                anthropic_type="invalid_request_error",
+                anthropic_text="prompt is too long: x",
+            ),
+            id="PromptTooLong",
+        ),
+        pytest.param(
+            ErrorCase(
+                error=errors.InvalidParameter("x"),
+                status=400,
+                openai_type="invalid_request_error",
+                openai_code="E1103",
+                anthropic_type="invalid_request_error",
+            ),
+            id="InvalidParameter",
+        ),
+        pytest.param(
+            ErrorCase(
+                error=errors.TritonOverloaded("x", retry_after=7.2),
+                status=429,
+                retry_after="7",
+                openai_type="requests",
+                openai_code="rate_limit_exceeded",
+                anthropic_type="rate_limit_error",
+            ),
+            id="TritonOverloaded",
+        ),
+        pytest.param(
+            ErrorCase(
+                error=errors.TritonUnavailable("x"),
+                status=503,
+                retry_after="5",
+                openai_type="server_error",
+                openai_code="E2105",
+                anthropic_type="overloaded_error",
+            ),
+            id="TritonUnavailable",
+        ),
+        pytest.param(
+            ErrorCase(
+                error=errors.TritonTimeout("x"),
+                status=500,
+                openai_type="server_error",
+                openai_code="E2101",
+                anthropic_type="api_error",
+            ),
+            id="TritonTimeout",
+        ),
+    ],
 )
-def test_an_error_before_the_first_chunk_has_a_status(stream: bool, case: dict[str, Any]) -> None:
-    error = getattr(errors, case["error"])("x", **case.get("more", {}))
-    replies = [post(Backend(error), path, stream=stream) for path in (TEXT, ANTHROPIC)]
-    for reply in replies:
-        found = reply.status_code, reply.headers.get("retry-after")
-        assert found == (case["status"], case.get("retry_after"))
-    told = replies[0].json()["error"]
-    assert [told["type"], told["code"]] == case["openais"]
-    name = replies[1].headers["request-id"]
-    assert name == replies[1].headers["x-request-id"]
-    told = {"type": case["anthropics"], "message": case.get("anthropics_text", "x")}
-    assert replies[1].json() == {"type": "error", "error": told, "request_id": name}
+def test_an_error_before_the_first_chunk_has_a_status(stream: bool, case: ErrorCase) -> None:
+    openai, anthropic = (
+        post(Backend(case.error), path, stream=stream) for path in (TEXT, ANTHROPIC)
+    )
+    for reply in (openai, anthropic):
+        assert reply.status_code == case.status
+        assert reply.headers.get("retry-after") == case.retry_after
+    found = openai.json()["error"]
+    assert (found["type"], found["code"]) == (case.openai_type, case.openai_code)
+    request_id = anthropic.headers["request-id"]
+    assert request_id == anthropic.headers["x-request-id"]
+    assert anthropic.json() == {
+        "type": "error",
+        "error": {"type": case.anthropic_type, "message": case.anthropic_text},
+        "request_id": request_id,
+    }
 
 
 @pytest.mark.parametrize("answers", [1, 2])
@@ -165,7 +237,25 @@ def test_every_error_of_the_package_has_a_status() -> None:
         assert ("Retry-After" in told.headers) == kind.retryable
 
 
-@pytest.mark.parametrize(("method", "path", "status", "code"), load_cases(__file__, "paths.yaml"))
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/completions", 405, "method_not_supported"),
+        ("HEAD", "/v1/completions", 405, None),
+        ("GET", "/v1/none", 404, "unknown_url"),
+        # A redirection would go by the address that a proxy has this server under.
+        ("POST", "/v1/completions/", 404, "unknown_url"),
+        ("POST", "/v1/completions//", 404, "unknown_url"),
+        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("GET", "/", 200, None),
+        ("HEAD", "/", 200, None),
+        ("GET", "/version", 200, None),
+        ("HEAD", "/version", 200, None),
+        ("HEAD", "/health", 200, None),
+        ("HEAD", "/health/ready", 200, None),
+        ("HEAD", "/ping", 200, None),
+    ],
+)
 def test_paths_and_methods(method: str, path: str, status: int, code: str | None) -> None:
     reply = ask(Backend(), method, path, **({"json": {}} if method == "POST" else {}))
     assert reply.status_code == status

@@ -9,9 +9,7 @@ import pytest
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.keys import RELOAD_SECONDS, Key, Keys, Quotas, digest_of, parsed_keys
 from cog_triton.errors import ConfigurationError
-from tests.support import load_cases
 
-CASES = load_cases(__file__, "keys.yaml")
 HASH = hashlib.sha256(b"sk-a").hexdigest()
 
 
@@ -32,7 +30,18 @@ def test_a_file_has_names_keys_or_hashes_and_limits() -> None:
     )
 
 
-@pytest.mark.parametrize("line", CASES["wrong"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("sk-secret", id="no name"),
+        pytest.param("a/b sk-secret", id="slash in a name"),
+        pytest.param("a sk-secret weight=0", id="weight of 0"),
+        pytest.param("a sk-secret weight=nan", id="weight that is no number"),
+        pytest.param("a sk-secret weight=1e12", id="too large a weight"),
+        pytest.param("a sk-secret sk-secret", id="two keys"),
+        pytest.param("a sk-secret name=b", id="unknown limit"),
+    ],
+)
 def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
     with pytest.raises(ConfigurationError, match="f, line 2: a line is NAME KEY ") as raised:
         parsed_keys(f"# x\n{line}", "f")
@@ -47,7 +56,14 @@ def test_keys_of_the_environment_are_named_after_their_hashes() -> None:
     assert keys.find(f"sha256:{HASH}") is None  # who reads the hash cannot ask with it
 
 
-@pytest.mark.parametrize(("text", "problem"), CASES["none"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param(None, "OPENAI_API_KEYS_FILE: .*No such", id="no file"),
+        pytest.param("# none\n", "no API keys configured", id="comments only"),
+        pytest.param("a sk-a\na sk-b\n", "a appears twice", id="a name twice"),
+    ],
+)
 def test_what_makes_no_keys_is_refused(text: str | None, problem: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "keys").write_text(text)
