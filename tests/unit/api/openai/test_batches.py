@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,8 @@ from cog_triton.api.openai.routes import files as file_routes
 from cog_triton.api.openai.storage.files import LineRow
 from cog_triton.api.openai.storage.responses import ActiveResponse
 from cog_triton.errors import JournalUnavailable, TritonUnavailable
-from tests.support import load_cases
 from tests.unit.api.openai.support import CHAT, CHUNKS, MESSAGES, TEXT, Backend, ask, served
 
-CASES = load_cases(__file__, "batches.yaml")
 pytestmark = pytest.mark.anyio
 
 
@@ -151,14 +150,71 @@ async def test_each_line_is_answered_and_errors_have_a_file_of_their_own(store: 
     assert all(tenant.batch for tenant in backend.tenants)
 
 
+@dataclass(frozen=True)
+class LineError:
+    """An error of a batch's input."""
+
+    line: int | None
+    code: str
+    param: str | None
+
+
+@dataclass(frozen=True)
+class InvalidInput:
+    """An input file, and its errors."""
+
+    content: str
+    errors: list[LineError]
+
+
+INVALID_INPUTS = [
+    InvalidInput("\n \n", [LineError(None, "empty_file", None)]),
+    InvalidInput("no\n", [LineError(1, "invalid_json_line", None)]),
+    InvalidInput("[1]\n", [LineError(1, "invalid_json_line", None)]),
+    InvalidInput(
+        '{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}',
+        [LineError(1, "invalid_value", "method")],
+    ),
+    InvalidInput(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}',
+        [LineError(1, "url_mismatch", "url")],
+    ),
+    InvalidInput(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": 1}',
+        [LineError(1, "invalid_type", "body")],
+    ),
+    InvalidInput(
+        '{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}',
+        [LineError(1, "invalid_type", "custom_id")],
+    ),
+    InvalidInput(
+        r'{"custom_id": "\ud800", "method": "POST", "url": "/v1/completions", "body": {}}',
+        [LineError(1, "invalid_json_line", None)],
+    ),
+    InvalidInput(
+        '{"method": "POST", "url": "/v1/completions", "body": {}}',
+        [LineError(1, "missing_required_parameter", "custom_id")],
+    ),
+    InvalidInput(
+        (
+            '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+            "\n"
+            '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+            '{"custom_id": "b", "method": "POST", "url": "/v1/completions"\n'
+        ),
+        [LineError(3, "duplicate_custom_id", "custom_id"), LineError(4, "invalid_json_line", None)],
+    ),
+]
+
+
 async def test_the_input_is_checked_before_anything_runs(store: str) -> None:
     backend = Backend(*CHUNKS, STORE=store)
     async with Client(backend) as client, client.running():
-        for content, errors in CASES["inputs"].items():
-            batch = await client.create(content.encode())
+        for case in INVALID_INPUTS:
+            batch = await client.create(case.content.encode())
             batch = await client.until(batch["id"], "failed")
-            found = [(e["line"], e["code"], e["param"]) for e in batch["errors"]["data"]]
-            assert found == [tuple(error) for error in errors], content
+            found = [LineError(e["line"], e["code"], e["param"]) for e in batch["errors"]["data"]]
+            assert found == case.errors, case.content
             assert batch["request_counts"]["total"] == 0
     assert not backend.asked
 
@@ -173,9 +229,43 @@ def test_a_batch_has_so_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [error.code for error in checks.errors] == ["too_many_tasks"]
 
 
+INVALID_FORMS: list[tuple[dict[str, Any], str]] = [
+    # Fields of a file's form, and the one at fault.
+    ({"purpose": "assistants"}, "purpose"),
+    ({"content": ""}, "file"),
+    ({"expires_after[anchor]": "created_at"}, "expires_after.seconds"),
+    (
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+        "expires_after.seconds",
+    ),
+    ({"expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, "expires_after.anchor"),
+]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A query of the list of three files, and the numbers of those that come."""
+
+    query: dict[str, str | int]
+    numbers: list[int]
+    has_more: bool
+    after: int | None = None  # the number of the file behind which the list begins
+
+
+LISTINGS = [
+    Listing({}, [2, 1, 0], has_more=False),
+    Listing({"limit": 2}, [2, 1], has_more=True),
+    Listing({"limit": 2}, [0], after=1, has_more=False),
+    Listing({"order": "asc", "limit": 1}, [0], has_more=True),
+    Listing({"order": "asc"}, [2], after=1, has_more=False),
+    Listing({"purpose": "batch", "limit": 1}, [2], has_more=True),
+    Listing({"purpose": "batch_output"}, [], has_more=False),
+]
+
+
 async def test_files(store: str) -> None:
     async with Client(Backend(STORE=store)) as client:
-        for form, param in CASES["forms"]:
+        for form, param in INVALID_FORMS:
             reply = await client.upload(**{"content": b"x", **form})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), form
         given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -189,11 +279,13 @@ async def test_files(store: str) -> None:
         )
         assert file["expires_at"] - file["created_at"] == 3600
         assert (await client.get(f"/v1/files/{names[0]}/content")).content == content
-        for query, expected, more in CASES["lists"]:
-            query = {**query, **({"after": names[query["after"]]} if "after" in query else {})}
+        for listing in LISTINGS:
+            query = dict(listing.query)
+            if listing.after is not None:
+                query["after"] = names[listing.after]
             listed = (await client.get("/v1/files", params=query)).json()
-            assert [names.index(file["id"]) for file in listed["data"]] == expected, query
-            assert listed["has_more"] is more
+            assert [names.index(file["id"]) for file in listed["data"]] == listing.numbers, listing
+            assert listed["has_more"] is listing.has_more, listing
         for limit in ("0", "x", "10001"):
             assert (await client.get(f"/v1/files?limit={limit}")).status_code == 400
         assert (await client.delete(f"/v1/files/{names[0]}")).json()["deleted"]
@@ -207,11 +299,25 @@ async def test_files(store: str) -> None:
             assert journal.execute("SELECT DISTINCT source FROM lines").fetchall() == [(names[2],)]
 
 
+INVALID_BATCHES: list[tuple[dict[str, Any], int, str]] = [
+    # Fields of a batch, the status of the answer, and the parameter at fault.
+    ({"input_file_id": "none"}, 404, "id"),
+    ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
+    ({"completion_window": "1h"}, 400, "completion_window"),
+    ({"metadata": {"a": 1}}, 400, "metadata.a"),
+    (
+        {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+        400,
+        "output_expires_after.seconds",
+    ),
+]
+
+
 async def test_what_cannot_be_a_batch_is_refused(store: str) -> None:
     async with Client(Backend(STORE=store)) as client:
         file = (await client.upload(b"x")).json()["id"]
         asked = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
-        for fields, status, param in CASES["refused"]:
+        for fields, status, param in INVALID_BATCHES:
             reply = await client.post("/v1/batches", json={**asked, **fields})
             assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), fields
         own = (await client.post("/v1/embeddings", json={})).json()

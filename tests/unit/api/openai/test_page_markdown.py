@@ -10,7 +10,6 @@ import pytest
 
 from cog_triton.api.openai.pages import FORMULAS_FILE, PAGE
 from tests.browser import HOSTILE, chromium
-from tests.support import load_cases
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -30,11 +29,78 @@ def page(browser: Browser) -> Page:
     return page
 
 
-TABLES = load_cases(__file__, "markdown.yaml")
-
-
-@pytest.mark.parametrize(("text", "html"), TABLES["html"])
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        pytest.param("One\ntwo\n\nthree", "<p>One\ntwo</p><p>three</p>", id="paragraphs"),
+        pytest.param("## A `b` #\ntext", "<h4>A <code>b</code></h4><p>text</p>", id="heading"),
+        pytest.param(
+            "**a** __b__ *c* _d_ ***e*** ~~f~~",
+            (
+                "<p><strong>a</strong> <strong>b</strong> <em>c</em> <em>d</em> <strong><em>"
+                "e</em></strong> <s>f</s></p>"
+            ),
+            id="emphasis",
+        ),
+        pytest.param(
+            r"snake_case_name, 2 * 3 * 4, a*, \*b\*",
+            "<p>snake_case_name, 2 * 3 * 4, a*, *b*</p>",
+            id="marks that are text",
+        ),
+        pytest.param("``a ` b`` and `", "<p><code>a ` b</code> and `</p>", id="code in a line"),
+        pytest.param(
+            "- a\n- b\n  1. c\n\n     d\n- e",
+            (
+                '<ul><li><p>a</p></li><li><p>b</p><ol start="1"><li><p>c</p><p>d</p></li></ol>'
+                "</li><li><p>e</p></li></ul>"
+            ),
+            id="lists in lists",
+        ),
+        pytest.param(
+            "3) a\n- b",
+            '<ol start="3"><li><p>a</p></li></ol><ul><li><p>b</p></li></ul>',
+            id="lists of two kinds",
+        ),
+        pytest.param(
+            "> a\n> > b",
+            "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
+            id="quotation in a quotation",
+        ),
+        pytest.param("a\n***\nb", "<p>a</p><hr><p>b</p>", id="rule"),
+        pytest.param(
+            "a | b\n--- | --:\n`1` | 2",
+            (
+                '<div class="table"><table><thead><tr><th class="">a</th><th class="right">'
+                'b</th></tr></thead><tbody><tr><td class=""><code>1</code></td>'
+                '<td class="right">2</td></tr></tbody></table></div>'
+            ),
+            id="table",
+        ),
+        pytest.param(
+            '[a *b*](https://x.org/c_(d) "e")',
+            "<p>{https://x.org/c_(d)}a <em>b</em></a></p>",
+            id="link",
+        ),
+        pytest.param(
+            "(<https://y.org/_f_>, https://z.org/*.)",
+            (
+                "<p>({https://y.org/_f_}https://y.org/_f_</a>"
+                ", {https://z.org/}https://z.org/</a>*.)</p>"
+            ),
+            id="bare links",
+        ),
+        pytest.param(
+            "[a](javascript:b) [c](/d) ![e](data:f)",
+            "<p>[a](javascript:b) [c](/d) ![e](data:f)</p>",
+            id="links to what is no web page",
+        ),
+        pytest.param(
+            "<b>a</b> &amp; &lt;", "<p>&lt;b&gt;a&lt;/b&gt; &amp;amp; &amp;lt;</p>", id="HTML"
+        ),
+    ],
+)
 def test_markdown(page: Page, text: str, html: str) -> None:
+    """``{address}`` in the expected HTML is the tag of a link to that address."""
     show = (
         "text => { const node = element('div'); showMarkdown(node, text); return node.innerHTML; }"
     )
@@ -43,7 +109,15 @@ def test_markdown(page: Page, text: str, html: str) -> None:
     assert re.sub(link, r"{\1}", shown) == html
 
 
-@pytest.mark.parametrize(("text", "parts"), TABLES["code"])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        pytest.param("```py\na\n\n  b\n```\nc", ["a\n\n  b", "c"], id="block with a language"),
+        pytest.param("a\n```\nb\n# c", ["a", "b\n# c"], id="block without an end"),
+        pytest.param("````\n```\na\n````", ["```\na"], id="fence in a longer fence"),
+        pytest.param("~~~\n```\n~~~\n", ["```"], id="fence of another kind"),
+    ],
+)
 def test_code(page: Page, text: str, parts: list[str]) -> None:
     """It is shown while it comes, and ends where its own fence closes it."""
     show = """text => { const node = element('div'); showMarkdown(node, text);
