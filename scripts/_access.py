@@ -18,8 +18,8 @@ from cog_triton.web.origin import SAFE_METHODS
 HEADER = (
     "Port",
     "Routes",
-    "Who may use it",
-    "Body and its limit",
+    "Who can use it",
+    "Request body",
     "Time limit",
     "Web pages of other origins",
 )
@@ -43,24 +43,45 @@ OPENAI_PAGES = (
     "/openapi.json",
 )
 ANYBODY = "anyone who can reach the port"
-WITH_KEY = "anyone with an API key; anyone at all if no keys are configured"
-WITH_LIST_TOKEN = "anyone with `REPLICATE_LIST_TOKEN`; nobody if it is not set"
+WITH_KEY = "clients with an API key; anyone if no keys are configured"
+WITH_LIST_TOKEN = "clients with `REPLICATE_LIST_TOKEN`; nobody if it is not set"
 # Ports of NVIDIA's and Cog's servers, whose checks are theirs.
 ALL_OF_TRITON = "all of Triton's, except `TRITON_CLOSED_APIS`"
 OTHERS = (
-    ("`TRITON_HTTP_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "may send it"),
-    ("`TRITON_GRPC_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "cannot"),
-    ("`TRITON_METRICS_PORT`", "`GET /metrics`", ANYBODY, "Triton's limits", "none", "may send it"),
-    ("a free port of 127.0.0.1", "Cog's server, behind the front", "the front", "", "", "cannot"),
+    (
+        "`TRITON_HTTP_PORT`",
+        ALL_OF_TRITON,
+        ANYBODY,
+        "limited by Triton",
+        "none",
+        "can send requests",
+    ),
+    ("`TRITON_GRPC_PORT`", ALL_OF_TRITON, ANYBODY, "limited by Triton", "none", "blocked"),
+    (
+        "`TRITON_METRICS_PORT`",
+        "`GET /metrics`",
+        ANYBODY,
+        "limited by Triton",
+        "none",
+        "can send requests",
+    ),
+    (
+        "a free port of 127.0.0.1",
+        "Cog's server, behind the front",
+        "only the front",
+        "",
+        "",
+        "blocked",
+    ),
     (
         "`PORT` of `make scale`",
-        "those of Dynamo's frontend",
+        "all of Dynamo's frontend",
         ANYBODY,
         "Dynamo's",
         "none",
         "Dynamo's",
     ),
-    ("free ports, for Dynamo", "between its frontend and workers", ANYBODY, "", "", "cannot"),
+    ("free ports, for Dynamo", "between its frontend and workers", ANYBODY, "", "", "blocked"),
 )
 
 
@@ -92,7 +113,7 @@ def cog_routes() -> Iterator[tuple[str, Access]]:
     for route in (*names(front.own_routes()), *names(Replicate(front, None).routes), *PASSED_ON):
         who = WITH_LIST_TOKEN if route in LISTS else ANYBODY
         body = "a form" if route == f"POST {FILES_PATH}" else "JSON"
-        yield route, access_of(route, COG, who, f"{body}, `MAX_REQUEST_BYTES`", "COG")
+        yield route, access_of(route, COG, who, f"{body}, up to `MAX_REQUEST_BYTES`", "COG")
 
 
 def openai_routes() -> Iterator[tuple[str, Access]]:
@@ -102,30 +123,30 @@ def openai_routes() -> Iterator[tuple[str, Access]]:
         path = route.partition(" ")[2]
         who = ANYBODY if path in calls.OPEN else WITH_KEY
         if path == operation.METRICS:
-            who = f"{WITH_KEY}, or with `OPENAI_OPEN_METRICS`"
-        body = "JSON, `MAX_REQUEST_BYTES`"
+            who = f"{WITH_KEY} or `OPENAI_OPEN_METRICS` is set"
+        body = "JSON, up to `MAX_REQUEST_BYTES`"
         if route == "POST /v1/files":
-            body = f"a form, `MAX_FILE_BYTES` and {FORM_BYTES >> 10} KiB"
+            body = f"a form, up to `MAX_FILE_BYTES` plus {FORM_BYTES >> 10} KiB"
         yield route, access_of(route, OPENAI, who, body, "OPENAI")
 
 
 def metrics_route() -> tuple[str, Access]:
-    return "GET /metrics", Access(METRICS_PORT, ANYBODY, "none", "10 s", "may send it")
+    return "GET /metrics", Access(METRICS_PORT, ANYBODY, "none", "10 s", "can send requests")
 
 
 def access_of(route: str, port: str, who: str, body: str, setting: str) -> Access:
     origins = f"`{setting}_ALLOWED_ORIGINS`"
     time = "`RECEIVE_TIMEOUT`"
     if "MAX_FILE_BYTES" in body:
-        time += ", longer as `MAX_FILE_BYTES` is more than `MAX_REQUEST_BYTES`"
+        time += " × `MAX_FILE_BYTES` / `MAX_REQUEST_BYTES`"
     method = route.partition(" ")[0]
     if method.encode() in SAFE_METHODS:
         return Access(
-            port, who, "not read", time, f"may send it; those in {origins} read the answer"
+            port, who, "ignored", time, f"can send requests; those in {origins} can read answers"
         )
     if method == "DELETE" or route.endswith("/cancel") or route == "POST /shutdown":
-        body = "not read, `MAX_REQUEST_BYTES`"
-    return Access(port, who, body, time, f"403, except those in {origins}")
+        body = "ignored, up to `MAX_REQUEST_BYTES`"
+    return Access(port, who, body, time, f"blocked with 403, except those in {origins}")
 
 
 def names(routes: Iterable[Any]) -> list[str]:

@@ -55,7 +55,7 @@ def clients() -> str:
 
 def kind_of(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
-        return " or ".join(get_args(annotation))
+        return one_of(get_args(annotation))
     options = [a for a in get_args(annotation) if a is not type(None)] or [annotation]
     names = {"int": "integer", "Path": "path", "float": "number", "bool": "boolean"}
     return names.get(options[0].__name__, "text")
@@ -85,11 +85,16 @@ def old() -> str:
 
 def type_of(variable: Variable) -> str:
     if variable.choices:
-        return " or ".join(f"`{choice}`" for choice in variable.choices)
+        return one_of(variable.choices)
     kind = "boolean" if variable.kind == "switch" else variable.kind
     if variable.maximum is not None:
         return f"{kind}, {variable.minimum:g} to {variable.maximum:g}"
     return kind if variable.minimum is None else f"{kind}, ≥ {variable.minimum:g}"
+
+
+def one_of(choices: Sequence[str]) -> str:
+    *others, last = (f"`{choice}`" for choice in choices)
+    return f"{', '.join(others)} or {last}"
 
 
 def default_of(variable: Variable) -> str:

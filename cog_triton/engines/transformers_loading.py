@@ -12,6 +12,8 @@ from cog_triton.text.tokenizer import remote_code_lock, remote_code_refusal
 
 # Layers for which continuous batching has a cache.
 _BATCHED_LAYERS = frozenset(("full_attention", "sliding_attention"))
+# Where the name of a layer's kind is not a word.
+_LAYER_WORDS = {"conv": "convolution"}
 # Families whose class does not say what its attention can do. (Tested: tests/tiny_models.py.)
 _BATCHED_FAMILIES = frozenset(("biogpt",))
 _UNBATCHED_FAMILIES = frozenset(("doge", "nemotron"))
@@ -87,7 +89,8 @@ def batching_problem(config: Any, kind: Any) -> str | None:
         return "keeps a recurrent state (like Mamba and linear attention)"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _BATCHED_LAYERS)
     if others:
-        return f"has layers of {', '.join(others)}"
+        kinds = ", ".join(_LAYER_WORDS.get(kind, kind.replace("_", " ")) for kind in others)
+        return f"has {kinds} layers"
     if getattr(text, "kv_lora_rank", None):
         return "compresses keys and values (multi-head latent attention)"
     family = text.model_type

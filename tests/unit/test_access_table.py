@@ -63,4 +63,6 @@ def test_pages_may_send_what_the_table_says(routes: dict[str, "_access.Access"])
     for route, access in routes.items():
         method = route.split(" ")[0].encode()
         refused = RULE.refusal(method, FOREIGN) is not None
-        assert access.pages.startswith("403") == refused == (method not in SAFE_METHODS)
+        assert (
+            access.pages.startswith("blocked with 403") == refused == (method not in SAFE_METHODS)
+        )
