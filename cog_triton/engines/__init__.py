@@ -1,9 +1,10 @@
 """Engines for the tensorrt_llm slot. They know token ids, never text.
 
-    base.py            the interface of an engine, and the base of those whose requests are coroutines
+    base.py            the interface of an engine
+    event_loop.py      base of those whose requests are coroutines
     serving.py         between Triton's requests and an engine
-    transformers.py    transformers' continuous batching; transformers_step.py is one step of it, and
-                       guides.py what structured output allows, kv_events.py what its cache holds
+    transformers.py    transformers' continuous batching, with transformers_step.py (one step of it),
+                       guides.py, grammars.py and grammar_trials.py (structured output), kv_events.py
     library.py         base of the next two: arguments by library.yaml, sampling, tokens, errors
     llm_api.py         TensorRT-LLM's LLM API
     vllm.py            vLLM

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.base import LEAST_LOG_PROB, EventLoopEngine, GenerationRequest, Step, Steps
+from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, Step
+from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.text.tokenizer import remote_code_refusal
@@ -196,23 +197,26 @@ class LibraryEngine(EventLoopEngine):
         try:
             sampling = self.sampling_params(request)
         except Exception as error:
-            raise (self.failure(error, request) or error) from None
+            raise self.request_error(error, request) from None
         adapter = None
         if request.lora_task_id:
             adapter = self._adapters.of(request.lora_task_id, resolve_name(self.lora_request))
         return self.generate(request, sampling, adapter)
 
-    def failure(self, error: Exception, request: GenerationRequest) -> EngineError | None:
-        names = {base.__name__ for base in type(error).__mro__}
+    def ends_engine(self, error: Exception) -> bool:
+        names = _class_names(error)
+        is_death = bool(names & self.deaths) and not names & self.failures
+        return is_death and not isinstance(error, EngineError)
+
+    def request_error(self, error: Exception, request: GenerationRequest) -> EngineError:
         if isinstance(error, EngineError):
             return error
-        if names & self.deaths and not names & self.failures:
-            return None
         text = str(error) or repr(error)
         if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
             # As the C++ backend's begins, which clients know.
             text = f"Prompt length ({len(request.input_ids)}) exceeds maximum input length: {text}"
-        return EngineError(text) if names & self.refusals else EngineUnavailable(text)
+        is_refusal = bool(_class_names(error) & self.refusals)
+        return EngineError(text) if is_refusal else EngineUnavailable(text)
 
     def step(self, request: GenerationRequest, ids: list[int], entries: Any, end: object) -> Step:
         """Return new tokens as a step. ``end`` is the library's reason for the end of the request."""
@@ -220,3 +224,7 @@ class LibraryEngine(EventLoopEngine):
             raise EngineUnavailable(f"{self.title} ended the request: {end}")
         given = log_probs(ids, entries, request.top_log_probs) if request.return_log_probs else []
         return Step(ids, given, finished=end is not None)
+
+
+def _class_names(error: Exception) -> set[str]:
+    return {base.__name__ for base in type(error).__mro__}

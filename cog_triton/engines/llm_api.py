@@ -10,7 +10,8 @@ from typing import Any
 from packaging.version import Version
 
 from cog_triton.engines import library
-from cog_triton.engines.base import EngineError, GenerationRequest, Steps
+from cog_triton.engines.base import EngineError, GenerationRequest
+from cog_triton.engines.event_loop import Steps
 from cog_triton.protocol.log_probs import TokenLogProb
 
 logger = logging.getLogger(__name__)

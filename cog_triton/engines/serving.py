@@ -275,10 +275,12 @@ class Serving:
 
     def close(self) -> None:
         """End the engine, and then the threads, when they have sent what is left."""
-        self.engine.close()
-        self._turns.put(None)
-        self._thread.join()
-        self._ends.shutdown()
+        try:
+            self.engine.close()
+        finally:
+            self._turns.put(None)
+            self._thread.join()
+            self._ends.shutdown()
 
     def _check(self, request: GenerationRequest) -> None:
         """Raise EngineError for a request that has no room in the context."""

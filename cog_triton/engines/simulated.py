@@ -18,7 +18,8 @@ from typing import Any, Literal, cast, get_args
 import tokenizers
 
 from cog_triton.engines import base
-from cog_triton.engines.base import EventLoopEngine, GenerationRequest, Step, Steps
+from cog_triton.engines.base import GenerationRequest, Step
+from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.errors import EngineUnavailable
 from cog_triton.text.tokenizer import load_tokenizer
 

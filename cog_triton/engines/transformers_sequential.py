@@ -25,8 +25,9 @@ from cog_triton.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_CONTEXT = 2048  # tokens, of a model whose configuration does not say
-# Of a model's generation_config.json, what its outputs begin with. Sampling is up to the request.
+# The context in tokens of a model whose configuration does not say.
+UNKNOWN_CONTEXT = 2048
+# The fields of generation_config.json that say how an output begins. Sampling is up to the request.
 _KEPT = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
 
 
@@ -41,7 +42,8 @@ class SequentialEngine(Engine):
         self.context_length = context_length(config, asked, default=UNKNOWN_CONTEXT)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._guides: Guides | None = None
-        if name := parameters.get("tokenizer_dir"):
+        name = parameters.get("tokenizer_dir")
+        if name:
             trusted = parameters.get("trust_remote_code") == "true"
             load = partial(load_tokenizer, name, trust_remote_code=trusted)
             self._guides = Guides(load, self._vocabulary)
@@ -87,14 +89,20 @@ class SequentialEngine(Engine):
             self._guides.close()
 
     def _run(self) -> None:
-        while (row := self._waiting.get()) is not None:
+        """Generate one request after another until the engine is closed."""
+        while True:
+            row = self._waiting.get()
+            if row is None:
+                return
             if not self.is_running(row):
                 continue
             try:
                 self._generate(row)
+                self.fail(row, EngineFailure("the model ended the sequence before its last token"))
             except EngineError as error:
                 self.fail(row, error)
-            except Exception as error:
+            except BaseException as error:
+                # Even a SystemExit: without this thread, all requests would wait.
                 logger.exception("a request failed")
                 self.fail(row, EngineFailure(f"the model failed: {type(error).__name__}: {error}"))
 
@@ -106,7 +114,7 @@ class SequentialEngine(Engine):
         prompt = request.input_ids
         inputs: dict[str, Tensor] = {}
         if self._model.config.is_encoder_decoder:
-            # What an earlier attempt put out is the decoder's, not the prompt.
+            # The output of an earlier attempt belongs to the decoder.
             made = prompt[len(prompt) - request.continued :]
             prompt = prompt[: len(prompt) - request.continued]
             inputs["decoder_input_ids"] = self._tensor([self._start_id, *made])
@@ -133,9 +141,13 @@ class SequentialEngine(Engine):
         return self.running.get(row.request.key) is row
 
     def fail(self, row: Row, error: EngineError) -> None:
-        """End a request with an error."""
-        if self.running.pop(row.request.key, None) is not None:
+        """End a request with an error, unless it has ended."""
+        if self.running.pop(row.request.key, None) is None:
+            return
+        try:
             row.sink(Step(finished=True, error=error))
+        except Exception:
+            logger.exception("request %s could not be told its error", row.request.key)
 
     def deliver(self, row: Row, token: int) -> bool:
         """Hand a new token to a request's sink; return whether it was the last."""
@@ -150,7 +162,8 @@ class SequentialEngine(Engine):
         finished = token in request.end_ids or made >= request.max_tokens
         if finished:
             self.running.pop(request.key, None)
-        log_probs, row.log_probs = row.log_probs, []
+        log_probs = row.log_probs
+        row.log_probs = []
         row.sink(Step([token], log_probs, finished))
         return finished
 

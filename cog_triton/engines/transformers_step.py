@@ -231,9 +231,11 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         self._begin_masks()
 
     def _begin_masks(self) -> None:
+        """Start to compute the masks of the rows with a guide, while the model runs."""
         guided = [row.guided for row in self._rows if row.guided is not None]
-        if guided and self._guides is not None:  # computed while the model runs
-            self._masks = self._guides.thread.submit(self._guides.masks, guided)
+        self._masks = None
+        if guided and self._guides is not None:
+            self._masks = self._guides.submit_masks(guided)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for place, token in self._marked:
@@ -269,19 +271,32 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         if not any(row.changes_logits for row in self._rows):
             return logits
         changed = logits.clone()
-        masks = iter(() if self._masks is None else self._masks.result())
-        self._masks = None
+        masks = self._masks_by_row(logits.device)
         for place, row in enumerate(self._rows):
-            if not row.changes_logits:
+            if not row.changes_logits or row.failure is not None:
                 continue
-            mask = torch.from_numpy(next(masks)).to(logits.device) if row.guided else None
             try:
                 if row.history is None:
                     row.history = History(row.request, logits.shape[-1], logits.device)
-                changed[place] = row.history.change(logits[place], row.tokens, mask)
+                changed[place] = row.history.change(logits[place], row.tokens, masks.get(row))
             except Exception as error:
                 row.failure = base.failed_request(error, row.request)
         return changed
+
+    def _masks_by_row(self, device: torch.device) -> dict[Row, Tensor]:
+        """Return the mask of each row with a guide, [vocabulary]. If there are none, those rows fail."""
+        guided = [row for row in self._rows if row.guided is not None]
+        if self._masks is None:
+            return {}
+        try:
+            masks = self._masks.result()
+        except Exception as error:
+            for row in guided:
+                row.failure = base.failed_request(error, row.request)
+            return {}
+        return {
+            row: torch.from_numpy(mask).to(device) for row, mask in zip(guided, masks, strict=True)
+        }
 
     def _note_log_probs(self, logits: Tensor, ids: Tensor) -> None:
         """Keep the log probabilities of the chosen ids for the requests that want them."""

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.engines import library, vllm_resume
-from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
+from cog_triton.engines.base import EngineError, GenerationRequest, TokenLogProb, check_ids
+from cog_triton.engines.event_loop import Steps
 from cog_triton.processes import prepare_for_vllm, renice
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from cog_triton.request.guide import Guide, GuideKind
@@ -121,8 +122,8 @@ class VllmEngine(library.LibraryEngine):
                     step.prompt_log_probs.extend(prompt_log_probs(output.prompt_logprobs, request))
                 if step.finished:
                     ended.set_result(step)
-                elif step.ids and (running := self.running.get(request.key)):
-                    self._deliver(request.key, step, running[0])
+                elif step.ids:
+                    self.deliver(request.key, step)
             except Exception as error:
                 if not ended.done():
                     ended.set_exception(error)
@@ -147,9 +148,10 @@ class VllmEngine(library.LibraryEngine):
         try:
             await self._llm.add_lora(adapter)
         except Exception as error:
-            if (failed := self.failure(error, request)) is None:
+            if self.ends_engine(error):
                 raise
-            raise type(failed)(f"lora_task_id {request.lora_task_id}: {error}") from error
+            kind = type(self.request_error(error, request))
+            raise kind(f"lora_task_id {request.lora_task_id}: {error}") from error
         self._loadable.add(adapter.lora_int_id)
 
 

@@ -52,9 +52,16 @@ class Client:
                 self._sender, self.closed = None, True
 
     def fail(self, model: str, cause: Exception) -> None:
-        """Send an error as the last response, unless that has been sent."""
-        if not self.closed:
+        """Send an error as the last response, unless that has been sent. Never raises.
+
+        It is called where an exception would end a thread, or the requests of the same batch.
+        """
+        if self.closed:
+            return
+        try:
             self.send(failure(model, cause), last=True)
+        except Exception:
+            logger.exception("model %s: an error could not be sent: %s", model, cause)
 
     def gone(self) -> bool:
         """Ask Triton whether the client has disconnected, which is a round trip."""

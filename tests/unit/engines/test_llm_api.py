@@ -265,7 +265,8 @@ END_ID = "EndId (7) is not within acceptable range [-1, 5)."
     ],
 )
 def test_errors_of_the_library(make: Make, error: Exception, text: str, code: str) -> None:
-    found: Any = make().engine.failure(error, request([5] * 9))  # type: ignore[attr-defined]
+    engine: Any = make().engine
+    found = engine.request_error(error, request([5] * 9))
     assert str(found) == text
     assert error_from_text(text).code == code
 

@@ -13,7 +13,8 @@ import tokenizers
 
 from cog_triton.deployment.running import WARM_UP
 from cog_triton.deployment.template_variables import template_values
-from cog_triton.engines.base import GenerationRequest, SamplingParams, Step, Steps, TokenLogProb
+from cog_triton.engines.base import GenerationRequest, SamplingParams, Step, TokenLogProb
+from cog_triton.engines.event_loop import Steps
 from cog_triton.engines.simulated import (
     BURST,
     Costs,

@@ -15,8 +15,14 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
-from cog_triton.engines.guides import Guides, grammar, without_others
+from cog_triton.engines.base import (
+    EngineError,
+    EngineUnavailable,
+    GenerationRequest,
+    SamplingParams,
+)
+from cog_triton.engines.grammars import grammar, without_others
+from cog_triton.engines.guides import Guided, Guides
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
@@ -229,6 +235,25 @@ def test_a_guide_whose_compilation_broke_is_compiled_again(
             guides.begin(request(end_id=2, guide=JSON_SCHEMA), [5])
     assert guides.begin(request(end_id=2, guide=JSON_SCHEMA), [5]).matcher
     guides.close()
+
+
+@pytest.mark.parametrize("broken", ["one sequence", "all masks"])
+def test_masks_that_cannot_be_computed_end_the_requests_with_guides_alone(
+    ask: Any, llm: Requests, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.ids(max_tokens=40)
+    target = Guided if broken == "one sequence" else Guides
+    method = "consume_new_tokens" if broken == "one sequence" else "masks"
+    with monkeypatch.context() as patch:
+        patch.setattr(target, method, Mock(side_effect=RuntimeError("llguidance broke")))
+        guided = ask(JSON_SCHEMA)
+        plain = llm.start(max_tokens=40)
+        error = guided.last().error
+        assert plain.wait().ids == expected
+    assert type(error) is EngineUnavailable
+    assert "llguidance broke" in str(error)
+    assert ask(JSON_SCHEMA).wait()
+    assert not llm.engine.running
 
 
 # What of a schema's objects is closed

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.engines.transformers_sequential import SequentialEngine
 from cog_triton.errors import EngineFailure
+from tests.support import wait_until
 from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
 from tests.unit.engines.conftest import RANDOM, Requests, Stream, running
 
@@ -112,3 +114,31 @@ def test_what_it_cannot_do_is_an_error_of_the_request(
     assert str(error) == "the model failed: RuntimeError: out of memory"
     monkeypatch.undo()
     assert len(falcon.ids(max_tokens=3)) == 3
+
+
+@pytest.mark.parametrize("error", [KeyError("no such layer"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("sink", ["well", "broken"])
+def test_a_request_whose_model_raises_ends_and_lets_the_next_run(
+    falcon: Requests, error: BaseException, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_take(_: Stream) -> None:
+        raise OSError("the client is gone")
+
+    stream = Stream(fail_to_take) if sink == "broken" else Stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(falcon.engine._model, "generate", Mock(side_effect=error))  # type: ignore[attr-defined]
+        falcon.start(stream=stream)
+        if sink == "well":
+            assert isinstance(stream.last().error, EngineFailure)
+        else:
+            wait_until(lambda: bool(stream.all), 60, "the error was not delivered")
+    assert len(falcon.ids()) == 8
+
+
+def test_a_request_that_the_model_ends_too_early_is_an_error(
+    falcon: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(falcon.engine._model, "generate", Mock())  # type: ignore[attr-defined]
+        error = falcon.start().last().error
+    assert "ended the sequence before its last token" in str(error)

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,6 +70,16 @@ def test_triton_is_not_asked_about_a_request_that_is_over() -> None:
     assert not client.gone()
     assert [sender.sent.get(), sender.sent.get()] == [("a", False), (None, True)]
     assert sender.sent.empty()
+
+
+def test_an_error_that_cannot_be_sent_is_logged_and_ends_no_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sender = Mock(send=Mock(side_effect=MemoryError("no room in the shared memory")))
+    client = stub.Client(request({}, (), sender))
+    client.fail("preprocessing", KeyError("the cause"))
+    assert "an error could not be sent: 'the cause'" in caplog.text
+    assert not client.closed
 
 
 def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:

@@ -7,7 +7,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from llguidance import LLMatcher
 
-from cog_triton.engines.guides import grammar
+from cog_triton.engines.grammars import grammar
 from cog_triton.generation import Chunk
 from tests.unit.api.openai.support import CHAT, RESPONSES, Backend, chat, events, post
 

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cog_triton.api.openai.chats.loose_schemas import loosened
-from cog_triton.engines.guides import grammar
+from cog_triton.engines.grammars import grammar
 from tests.unit.api.openai.support import CHUNKS, chat, talkative
 
 SCHEMAS = [

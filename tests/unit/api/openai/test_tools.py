@@ -18,7 +18,7 @@ from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.schemas.chat import ChatBody
 from cog_triton.api.openai.tool_calls.blocks import Block, Parser
 from cog_triton.api.openai.tool_calls.formats import FORMATS, Format, format_of
-from cog_triton.engines.guides import grammar
+from cog_triton.engines.grammars import grammar
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide
 from cog_triton.text.detokenizer import IncrementalDetokenizer
