@@ -36,7 +36,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_json_prediction test_the_old_names_still_work test_template_system_prompt_and_stop_sequences \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
-.PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
+.PHONY: setup setup-dev predict serve openai scale test test-all test-rare test-unit test-clients test-vllm \
 	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit release clean
 
 setup: $(STAMP)
@@ -126,8 +126,12 @@ scale: $(DYNAMO_STAMP)
 test: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare"
 
-# And the rarer cases: other Pythons, Dynamo, and what computes with the kernels of other processors.
+# Those and the rarer cases.
 test-all: test
+	$(MAKE) test-rare
+
+# The rarer cases: other Pythons, Dynamo, and what computes with the kernels of other processors.
+test-rare: $(DEVELOPED)
 	$(MAKE) $(DYNAMO_STAMP) || echo "Dynamo cannot be installed: its tests are skipped"
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 

@@ -1,8 +1,14 @@
-"""``cog-triton`` and ``python -m cog_triton``. Ctrl-C ends them without a traceback, whenever it comes."""
+"""``cog-triton`` and ``python -m cog_triton``.
 
+Neither Ctrl-C nor a pipe whose reader leaves, such as ``head``, ends them with a traceback.
+"""
+
+import os
 import signal
 import sys
 from collections.abc import Sequence
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
@@ -12,7 +18,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
     from cog_triton import cli
 
     signal.signal(signal.SIGINT, handler)
-    return cli.main(argv, prog)
+    try:
+        try:
+            return cli.main(argv, prog)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at its end, and would report that it cannot.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
         options = parse(name, arguments, prog or None)
         signal.signal(signal.SIGINT, handler)
         return command.load().run(options) or 0
+    except BrokenPipeError:  # the reader of standard output has left, which is no fault to report
+        raise
     except (CogTritonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return command.failure_status

@@ -135,9 +135,14 @@ class Terminal:
     def _run(self, commands: list[str], block: Block) -> None:
         if not commands:
             return
-        environment = self._environment
+        # Only a server takes the ports of Triton: they are in use as soon as it runs.
+        environment = {
+            name: value
+            for name, value in self._environment.items()
+            if not name.startswith("TRITON_")
+        }
         if "dry run" in block.needs:
-            environment = {**environment, "MAKEFLAGS": "n"}
+            environment["MAKEFLAGS"] = "n"
         output = self._log.with_suffix(".commands")
         with output.open("wb") as log:  # not a pipe: what runs in the background would keep it open
             done = subprocess.run(

@@ -1,6 +1,7 @@
 """A wheel of this checkout in an environment of its own, its commands called from an empty directory."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def test_it_has_no_package_but_its_own(installed: Path, empty: Path) -> None:
     program = f"from importlib.util import find_spec; print(*map(find_spec, {names}))"
     assert output_of(installed / "python", "-c", program, directory=empty) == "None None None\n"
     help_text = output_of(installed / "cog-triton", directory=empty)
-    listed = [line.split()[0] for line in help_text.splitlines() if line.startswith("  ")]
+    listed = re.findall(r"^  (\S+)  ", help_text, re.MULTILINE)
     assert listed == [command.name for command in PACKAGE]
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import typing
@@ -51,6 +52,19 @@ for command in load_commands().values():
 """
     done = cog_triton(program=program)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["doctor"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cog_triton", *arguments]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode in (0, 128 + signal.SIGPIPE)  # argparse passes over it
 
 
 def test_the_version_is_that_of_the_package() -> None:
