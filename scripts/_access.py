@@ -121,7 +121,7 @@ def openai_routes() -> Iterator[tuple[str, Access]]:
     routes = [name for router in ROUTERS for name in names(router.routes)]
     for route in (*open_pages, *routes):
         path = route.partition(" ")[2]
-        who = ANYBODY if path in calls.OPEN else WITH_KEY
+        who = ANYBODY if path in calls.OPEN_PATHS else WITH_KEY
         if path == operation.METRICS:
             who = f"{WITH_KEY} or `OPENAI_OPEN_METRICS` is set"
         body = "JSON, up to `MAX_REQUEST_BYTES`"

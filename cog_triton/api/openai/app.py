@@ -7,7 +7,7 @@ from starlette.responses import Response
 import cog_triton
 from cog_triton.api.openai import pages
 from cog_triton.api.openai.background import BackgroundResponses
-from cog_triton.api.openai.calls import Calls, log_call
+from cog_triton.api.openai.calls import CallMiddleware, log_call
 from cog_triton.api.openai.errors import HANDLED
 from cog_triton.api.openai.protocol.error_response import client_error, error_response
 from cog_triton.api.openai.protocol.openapi import ERRORS, MESSAGE_ERRORS
@@ -67,7 +67,7 @@ def create_app(served: Served) -> FastAPI:
     if served.settings.chat_page:
         pages.add_chat(app)
     pages.add_docs(app)
-    app.add_middleware(Calls, served=served)
+    app.add_middleware(CallMiddleware, served=served)
     origins = origins_of(settings.allowed_origins)
     if origins:
         app.add_middleware(CORSMiddleware, **cors_options(origins))

@@ -20,51 +20,57 @@ logger = logging.getLogger("cog_triton.api.openai.operation")  # as docs/openai.
 MODELS_PATH = "/v1/models"
 ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are known
 _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-# Pages of this package, which have no content of the model's. They ask for a key themselves.
+# Pages of this package, which show nothing of the model's. They ask for a key themselves.
 _PAGES = frozenset({"/", pages.FORMULAS_PATH, pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH})
 # Paths that need no key: the pages, and what orchestrators ask.
-OPEN = _PAGES | HEALTH_PATHS
-_QUIET = OPEN | {METRICS, LOADS}  # asked every few seconds; logged for debugging only
+OPEN_PATHS = _PAGES | HEALTH_PATHS
+# Paths that are asked every few seconds. Their requests are logged for debugging only.
+_QUIET_PATHS = OPEN_PATHS | {METRICS, LOADS}
 _NO_KEY = "You did not provide an API key: send it in the header Authorization, as Bearer YOUR_KEY"
 
 
-class Calls:
-    """Give each request an id and a ``Call``, let in those with a key, and report each at its end."""
+class CallMiddleware:
+    """Gives each request an id and a ``Call``, checks its key and quotas, and reports it at its end."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
-        self._app, self._served, self._quotas = app, served, served.quotas
-        self._open = OPEN | {METRICS} if served.settings.open_metrics else OPEN
+        self._app = app
+        self._served = served
+        self._open_paths = OPEN_PATHS
+        if served.settings.open_metrics:
+            self._open_paths = OPEN_PATHS | {METRICS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, served = Headers(scope=scope), self._served
-        given = headers.get("x-request-id", "")
-        name = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(16)
-        batched: Call | None = scope.get(BATCH_CALL)  # its key and quotas are the batch's
-        limited = scope["method"] == "POST" and scope["path"] not in self._open and not batched
-        if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
-            scope = {**scope, "method": "GET"}
-        call = batched or Call(name, scope["path"], gap=served.figures.gap, method=scope["method"])
-        call.anthropic = call.path.startswith(MODELS_PATH) and ANTHROPIC_VERSION in headers
+        served = self._served
+        headers = Headers(scope=scope)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn knows the method and sends no body
+        request_id = _request_id(headers)
+        # A line of a batch brings its call, whose key was checked and whose quotas are the batch's.
+        batch_call: Call | None = scope.get(BATCH_CALL)
+        call = batch_call or self._new_call(request_id, scope, headers)
+        is_open = call.path in self._open_paths
+        is_limited = scope["method"] == "POST" and not is_open and batch_call is None
+        keys = None if is_open or batch_call is not None else served.keys
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", name.encode())]
-                if call.path.startswith(MESSAGES_PATH):
-                    headers.append((b"request-id", name.encode()))  # Anthropic's
-                if limited:
-                    headers += self._quotas.headers(call.key)
-                message["headers"] = headers
+                message["headers"] = [
+                    *message["headers"],
+                    *_id_headers(request_id, call.path),
+                    *(served.quotas.headers(call.key) if is_limited else ()),
+                ]
             await send(message)
 
-        token, entered = CURRENT.set(call), False
+        token = CURRENT.set(call)
         end_span = begin_span(served.tracer, headers)
+        is_counted = False
         try:
-            if served.keys is not None and call.path not in self._open and not batched:
-                call.key = _key(served.keys, headers)
-            if limited:
-                self._quotas.enter(call.key)
-                entered = True
+            if keys is not None:
+                call.key = _key(keys, headers)
+            if is_limited:
+                served.quotas.enter(call.key)
+                is_counted = True
             await self._app(scope, receive, send_noted)
         except Exception as error:
             if call.status:  # the response has begun
@@ -72,36 +78,71 @@ class Calls:
             await error_response(client_error(error))(scope, receive, send_noted)
         finally:
             CURRENT.reset(token)
-            if entered:
-                self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
+            if is_counted:
+                served.quotas.leave(call.key, call.input_tokens + call.output_tokens)
             served.figures.ended(call)
             log_call(call)
             end_span(call)
 
+    def _new_call(self, request_id: str, scope: Scope, headers: Headers) -> Call:
+        path: str = scope["path"]
+        return Call(
+            request_id,
+            path,
+            method=scope["method"],
+            gap=self._served.figures.gap,
+            anthropic=path.startswith(MODELS_PATH) and ANTHROPIC_VERSION in headers,
+        )
+
+
+def _request_id(headers: Headers) -> str:
+    """Return the id that the client has chosen, if it can be used, or a new one."""
+    chosen = headers.get("x-request-id", "")
+    return chosen if _USABLE_ID.fullmatch(chosen) else secrets.token_hex(16)
+
+
+def _id_headers(request_id: str, path: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers that have a request's id, by the names of OpenAI's API and Anthropic's."""
+    headers = [(b"x-request-id", request_id.encode())]
+    if path.startswith(MESSAGES_PATH):
+        headers.append((b"request-id", request_id.encode()))
+    return headers
+
 
 def _key(keys: Keys, headers: Headers) -> Key:
-    """Return the key of a request, by the header of OpenAI, Anthropic or Azure."""
+    """Return the key of a request, by the header of OpenAI, Anthropic or Azure, or raise 401."""
     scheme, _, presented = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         presented = presented.strip()
     else:
         presented = headers.get("x-api-key") or headers.get("api-key", "")
-    if presented and (key := keys.find(presented)):
+    key = keys.find(presented) if presented else None
+    if key is not None:
         return key
-    text = "Incorrect API key provided" if presented else _NO_KEY
-    raise ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    raise ApiError(
+        401,
+        "Incorrect API key provided" if presented else _NO_KEY,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def log_call(call: Call) -> None:
-    """Log a line for a request, without anything of its text; of one that was refused, the reason."""
-    level = logging.DEBUG if call.path in _QUIET or call.batch else logging.INFO
-    tokens = f"{call.input_tokens}+{call.output_tokens}"
-    names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
-    took = f"{call.seconds() * 1000:.0f} ms"
-    parts = [call.id, shown(quote(call.path)), str(call.status), names, took]
+    """Log a line for a request, without anything of its text; for a refused one also the reason."""
+    is_quiet = call.path in _QUIET_PATHS or call.batch
+    parts = [
+        call.id,
+        shown(quote(call.path)),
+        str(call.status),
+        f"key={call.key.name or '-'}",
+        f"model={call.model or '-'}",
+        f"tokens={call.input_tokens}+{call.output_tokens}",
+        f"{call.seconds() * 1000:.0f} ms",
+    ]
     # The reason begins with the code that the client reads, which may be the same.
     if call.error and not call.reason.startswith(f"code={call.error} "):
         parts.append(call.error)
     if call.reason:
-        parts += [shown(call.method), call.reason]
-    logger.log(level, "%s", " ".join(parts))
+        parts.append(shown(call.method))
+        parts.append(call.reason)
+    logger.log(logging.DEBUG if is_quiet else logging.INFO, "%s", " ".join(parts))

@@ -7,7 +7,7 @@ from typing import Any
 from cog_triton.api.openai.chats.loose_schemas import loosened
 from cog_triton.api.openai.chats.tool_use import ToolUse
 from cog_triton.api.openai.schemas.tools import Tool
-from cog_triton.api.openai.tool_calls.formats import Format
+from cog_triton.api.openai.tool_calls.format import Format
 from cog_triton.request.request import Guide, GuideKind
 
 

@@ -12,40 +12,44 @@ from cog_triton.api.openai.errors import invalid
 from cog_triton.api.openai.schemas.chat import ChatBody
 from cog_triton.api.openai.schemas.tools import Tool
 from cog_triton.api.openai.served import Served, current
-from cog_triton.api.openai.tool_calls import blocks
-from cog_triton.api.openai.tool_calls.formats import Format, format_of
+from cog_triton.api.openai.tool_calls.blocks import AnswerStart, Parser, Thoughts, thoughts_of
+from cog_triton.api.openai.tool_calls.format import Format
+from cog_triton.api.openai.tool_calls.formats import GuidedTo, format_of, new_parser
 from cog_triton.request.request import Request
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One chat to be answered."""
+    """One chat to be answered.
 
-    request: Request  # of the first answer
+    Attributes:
+        request: the request for the first answer.
+        known: the format of the model's calls; None if the answer can have none.
+        thoughts: the marks of the thoughts that the answer may begin with.
+        guided_to: what a guide limits the answer to, if it asks for calls.
+        parallel: the answer may have several calls.
+    """
+
+    request: Request
     use: ToolUse
-    known: Format | None  # of the model's calls; None if the answer can have none
-    thoughts: blocks.Thoughts | None  # with which the answer may begin
-    guided_either: bool = False  # a guide allows calls in JSON, and an answer in JSON
-    parallel: bool = True  # the answer may have several calls
+    known: Format | None
+    thoughts: Thoughts | None
+    guided_to: GuidedTo | None = None
+    parallel: bool = True
 
-    def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> blocks.Parser:
+    def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> Parser:
         """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
-        prompt = None if self.thoughts is None else self.request.prompt
-        thoughts = self.thoughts or blocks.THINK
-        if self.known is None:
-            return blocks.Parser(prompt, thoughts=thoughts)
         known = self.known
-        parser = known.parser(
-            lambda: known.new_id(prefix, draw()),
-            prompt,
-            guided=self.use.enforced,
-            guided_either=self.guided_either,
+        if known is None:
+            return Parser(AnswerStart(self.request.prompt, self.thoughts))
+        start = AnswerStart(
+            prompt=self.request.prompt,
+            thoughts=self.thoughts,
             schemas=self.use.schemas,
-            thoughts=thoughts,
+            new_id=lambda: known.new_id(prefix, draw()),
+            max_calls=None if self.parallel else 1,
         )
-        if not self.parallel:
-            parser.most_calls = 1
-        return parser
+        return new_parser(known, start, self.guided_to)
 
 
 def chat_turn(body: ChatBody, served: Served, tool_places: Mapping[str, str] | None = None) -> Turn:
@@ -66,18 +70,20 @@ def chat_turn(body: ChatBody, served: Served, tool_places: Mapping[str, str] | N
     values = sampling(body, served)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+    guided_to: GuidedTo | None = None
     if known and use.enforced:
         # A response_format is that of a text, of which there will be none.
         for name in body.vllm_guides():
             raise invalid(f"tool_choice and {name} cannot be combined", "tool_choice")
         values["guide"] = call_guide(use, known, parallel=parallel)
         _blame_tools(use, _tool_places(body) if tool_places is None else tool_places)
-    guided_either = known is not None and bool(use.offered) and _allows_either(use, body)
-    if known and guided_either:
+        guided_to = "calls"
+    elif known and use.offered and _asks_for_json(body):
         values["guide"] = either_guide(use, known, values["guide"], parallel=parallel)
+        guided_to = "calls or an answer"
     # A guide has an answer begin with what it allows.
     is_guided = values["guide"] is not None
-    thoughts = None if is_guided else blocks.thoughts_of(template)
+    thoughts = None if is_guided else thoughts_of(template)
     request = Request(
         prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
@@ -85,9 +91,9 @@ def chat_turn(body: ChatBody, served: Served, tool_places: Mapping[str, str] | N
         shown_tokens=_shown_tokens(known, thoughts),
         **values,
     )
-    if request.guide is not None and not use.enforced and not guided_either:
-        known = None  # the guide is of a text, in which there is no call
-    return Turn(request, use, known, thoughts, guided_either, parallel)
+    if request.guide is not None and guided_to is None:
+        known = None  # the guide asks for a text, in which there is no call
+    return Turn(request, use, known, thoughts, guided_to, parallel)
 
 
 def _max_tokens(body: ChatBody, served: Served) -> int:
@@ -116,13 +122,13 @@ def _blame_tools(use: ToolUse, places: Mapping[str, str]) -> None:
     call.names = {**call.names, "guide": place}
 
 
-def _allows_either(use: ToolUse, body: ChatBody) -> bool:
-    """Return whether the answer may be calls, or else a text of a JSON form, as OpenAI's API has it."""
+def _asks_for_json(body: ChatBody) -> bool:
+    """Return whether an answer that is not calls is to be JSON, as OpenAI's API allows beside tools."""
     form = body.response_format
-    return not use.enforced and form is not None and form.asks_for_json
+    return form is not None and form.asks_for_json
 
 
-def _shown_tokens(known: Format | None, thoughts: blocks.Thoughts | None) -> tuple[str, ...]:
+def _shown_tokens(known: Format | None, thoughts: Thoughts | None) -> tuple[str, ...]:
     """Return the special tokens that the text has to have for its parser."""
     tokens = list(known.special_tokens) if known else []
     if thoughts is not None:

@@ -1,16 +1,15 @@
 """A model's text to blocks: text, thoughts and calls of tools.
 
 However a text is cut, its blocks are the same. What looks like a call and is none is text, with its marks:
-nothing that the model wrote is lost. Knows no I/O. This module has what all formats share; those of calls
-are in ``call_parsers``.
+nothing that the model wrote is lost. This module has what all forms of calls share.
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cog_triton.api.openai.tool_calls.written_calls import WrittenCall
+from cog_triton.api.openai.tool_calls.written_call import Schemas, WrittenCall
 from cog_triton.generation import Chunk
 
 Kind = Literal["text", "thoughts", "call"]
@@ -18,13 +17,15 @@ Kind = Literal["text", "thoughts", "call"]
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The marks around the thoughts at the beginning of an answer."""
+    """The marks around the thoughts at the beginning of an answer.
+
+    Attributes:
+        tokens: the parts of the marks that may be special tokens; if empty, both marks may be.
+    """
 
     opening: str
     closing: str
-    tokens: tuple[
-        str, ...
-    ] = ()  # those of the marks that may be special; both, if there are none here
+    tokens: tuple[str, ...] = ()
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -57,12 +58,14 @@ def thoughts_of(template: str) -> Thoughts | None:
 class Block:
     """A run of an answer's text or thoughts, or one call, whose pieces join to its arguments.
 
-    A call is ``broken`` if the answer ended in it, or if its arguments are no JSON; ``written`` is what the
-    model wrote of it.
+    Attributes:
+        index: a call's number among those of the answer; also ``id`` and ``name`` are a call's.
+        broken: the call cannot be made: the answer ended in it, or its arguments are not JSON.
+        written: what the model wrote of a broken call.
     """
 
     kind: Kind
-    index: int = 0  # of a call among those of the answer
+    index: int = 0
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -74,34 +77,57 @@ class Block:
         return "".join(self.pieces)
 
 
-# The next piece of a block; the first of a call is empty, and comes with its name.
-Piece = tuple[Block, str]
-Pieces = Iterator[Piece | None]  # None where those that follow need more of the text
-# The pieces before a mark, and in the end the mark, which is still held; None at the end of the answer.
-Search = Generator[Piece | None, None, str | None]
-Question = Generator[Piece | None, None, bool]
 NewId = Callable[[], str]  # returns the id of one more call
 
 
-class Parser:
-    """Reads an answer in pieces; by itself, all but the thoughts at the beginning is text."""
+@dataclass(frozen=True)
+class AnswerStart:
+    """What is known of an answer before its first character.
 
-    def __init__(
-        self, prompt: str | None = None, new_id: NewId = str, thoughts: Thoughts = THINK
-    ) -> None:
-        """Begin an answer; with a ``prompt``, it may begin with thoughts, which that may have opened."""
+    Attributes:
+        prompt: the text before it, which may have opened the thoughts.
+        thoughts: the marks of the thoughts that the answer may begin with; None if it has none.
+        schemas: those of the tools that the model was offered.
+        max_calls: calls behind so many are left out, as in OpenAI's API; None for no limit.
+    """
+
+    prompt: str = ""
+    thoughts: Thoughts | None = None
+    schemas: Schemas = field(default_factory=dict)
+    new_id: NewId = str
+    max_calls: int | None = None
+
+
+# The next piece of a block. The first piece of a call is empty: it brings the call's name.
+Piece = tuple[Block, str]
+# Parsing is written as generators. They yield pieces, and None where they need more of the answer's text.
+Pieces = Iterator[Piece | None]
+# Returns the mark that was found, which is still in the text; None at the end of the answer.
+Search = Generator[Piece | None, None, str | None]
+Question = Generator[Piece | None, None, bool]
+
+
+class Parser:
+    """Reads an answer in pieces. This class finds thoughts at the beginning, and the rest is text.
+
+    Subclasses find calls: they override ``_read``, which takes from ``_held``.
+
+    Attributes:
+        blocks: the blocks so far; the last may get more pieces.
+        calls: how many of them are calls.
+        thoughts_ended: whether the closing mark of thoughts has come.
+    """
+
+    def __init__(self, start: AnswerStart) -> None:
         self.blocks: list[Block] = []
         self.calls = 0
-        self.thoughts_ended = False  # by their closing mark
-        self.most_calls: int | None = None  # those behind them are left out, as OpenAI's API has it
-        self._new_id = new_id
-        self._thoughts = thoughts
-        self._held = ""
-        self._ended = False
+        self.thoughts_ended = False
+        self._start = start
+        self._held = ""  # the text that came and is not in a block yet
+        self._ended = False  # no more text comes
         self._cut = False  # the answer ended before the model ended it
         self._lead = ""  # white space before the mark that was found
-        before: Pieces = iter(()) if prompt is None else self._read_thoughts(prompt)
-        self._pieces = itertools.chain(before, self._read())
+        self._pieces = itertools.chain(self._read_thoughts(), self._read())
 
     def read(self, chunk: Chunk) -> list[Piece]:
         """Return the pieces that are certain with this chunk."""
@@ -118,7 +144,8 @@ class Parser:
 
     def _is_left_out(self, block: Block) -> bool:
         is_call = block.kind == "call"
-        return is_call and self.most_calls is not None and block.index >= self.most_calls
+        limit = self._start.max_calls
+        return is_call and limit is not None and block.index >= limit
 
     def text(self, kind: Kind) -> str:
         """Return the text of all blocks of a kind."""
@@ -131,9 +158,13 @@ class Parser:
 
     def answer_text(self) -> str:
         """Return the text, with what the model wrote of calls that cannot be made in its place."""
-        texts = [block.text if block.kind == "text" else block.written for block in self.blocks]
-        is_shown = [block.kind == "text" or block.broken for block in self.blocks]
-        return "".join(itertools.compress(texts, is_shown))
+        texts = []
+        for block in self.blocks:
+            if block.kind == "text":
+                texts.append(block.text)
+            elif block.broken:
+                texts.append(block.written)
+        return "".join(texts)
 
     def broken_text(self) -> str:
         """Return what the model wrote of calls that cannot be made."""
@@ -144,61 +175,75 @@ class Parser:
         """The answer has calls, and all of them can be made."""
         return self.calls > 0 and not any(block.broken for block in self.blocks)
 
-    def _read_thoughts(self, prompt: str) -> Pieces:
-        opening, closing = self._thoughts.opening, self._thoughts.closing
-        opened = prompt.rstrip().endswith(opening)
+    def _read_thoughts(self) -> Pieces:
+        """Read the thoughts at the beginning of the answer, if there are any."""
+        marks = self._start.thoughts
+        if marks is None:
+            return
+        opened = self._start.prompt.rstrip().endswith(marks.opening)
         while not opened:
-            start = self._held.lstrip()
-            if start.startswith(opening):
+            text = self._held.lstrip()
+            if text.startswith(marks.opening):
                 opened = True
-                self._held = start[len(opening) :]
-            elif self._ended or not opening.startswith(start):
+                self._held = text[len(marks.opening) :]
+            elif self._ended or not marks.opening.startswith(text):
                 return
             else:
                 yield None
-        yield from self._space()
-        mark = yield from self._until("thoughts", self._marks_of_thoughts())
-        if mark == closing:
-            self._take(len(closing))
+        yield from self._skip_space()
+        mark = yield from self._until("thoughts", (marks.closing, *self._call_marks()))
+        if mark == marks.closing:
+            self._take(len(marks.closing))
             self.thoughts_ended = True
-            yield from self._space()
+            yield from self._skip_space()
 
-    def _marks_of_thoughts(self) -> Sequence[str]:
-        """Return the marks that end thoughts."""
-        return (self._thoughts.closing,)
+    def _call_marks(self) -> Sequence[str]:
+        """Return the marks of calls, which end thoughts that have no end."""
+        return ()
 
     def _read(self) -> Pieces:
+        """Read the answer behind the thoughts."""
+        yield from self._read_text()
+
+    def _read_text(self) -> Pieces:
+        """Read all that comes as text."""
         while True:
-            if text := self._take(len(self._held)):
+            text = self._take(len(self._held))
+            if text:
                 yield self._piece("text", text)
             if self._ended:
                 return
             yield None
 
     def _piece(self, kind: Kind, text: str) -> Piece:
+        """Add a text to the last block, or to a new one if that is of another kind."""
         if not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(Block(kind))
         self.blocks[-1].pieces.append(text)
         return self.blocks[-1], text
 
-    def _start(self, name: str, call_id: str | None = None) -> Piece:
-        self.blocks.append(Block("call", self.calls, call_id or self._new_id(), name))
+    def _start_call(self, name: str, call_id: str | None = None) -> Piece:
+        block = Block("call", index=self.calls, id=call_id or self._start.new_id(), name=name)
+        self.blocks.append(block)
         self.calls += 1
         return self.blocks[-1], ""
 
     def _whole_calls(self, calls: Sequence[WrittenCall]) -> Pieces:
         for call in calls:
-            yield self._start(call.name, call.id)
+            yield self._start_call(call.name, call.id)
             yield self._piece("call", call.arguments)
 
     def _take(self, count: int) -> str:
-        taken, self._held = self._held[:count], self._held[count:]
+        """Remove so many characters from what is held, and return them."""
+        taken = self._held[:count]
+        self._held = self._held[count:]
         return taken
 
-    def _space(self) -> Pieces:
-        while not (text := self._held.lstrip()) and not self._ended:
+    def _skip_space(self) -> Pieces:
+        self._held = self._held.lstrip()
+        while not self._held and not self._ended:
             yield None
-        self._held = text
+            self._held = self._held.lstrip()
 
     def _begins(self, _mark: str, _rest: str) -> bool | None:
         """Return whether a mark with this text behind it counts; None if that is not certain yet."""
@@ -225,12 +270,13 @@ class Parser:
                 yield None
                 continue
             begins = self._begins(mark, self._held[place + len(mark) :])
+            shown = self._held[:place].rstrip()
             if begins is None and not self._ended:
-                if shown := self._held[:place].rstrip():
+                if shown:
                     yield self._piece(kind, self._take(len(shown)))
                 yield None
             elif begins:
-                if shown := self._held[:place].rstrip():
+                if shown:
                     yield self._piece(kind, shown)
                 self._lead = self._held[len(shown) : place]
                 self._held = self._held[place:]
@@ -241,8 +287,23 @@ class Parser:
 
 def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Return the place of the first mark in a text, and the mark; an empty one if there is none."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    found = [(text.find(mark), mark) for mark in marks if mark in text]
     return min(found, default=(len(text), ""))
+
+
+def is_begun(text: str, mark: str) -> bool | None:
+    """Return whether a text begins with a mark; None if the text is the beginning of the mark."""
+    if text.startswith(mark):
+        return True
+    return None if mark.startswith(text) else False
+
+
+def any_begun(answers: Iterable[bool | None]) -> bool | None:
+    """Return True if one of the answers is, None if one may still become so, else False."""
+    known = set(answers)
+    if True in known:
+        return True
+    return None if None in known else False
 
 
 def begun_size(text: str, marks: Sequence[str]) -> int:

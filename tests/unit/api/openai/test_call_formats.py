@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai.tool_calls.blocks import _THOUGHTS, Parser, Thoughts, thoughts_of
-from cog_triton.api.openai.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_of
-from cog_triton.api.openai.tool_calls.written_calls import typed_value
+from cog_triton.api.openai.tool_calls.argument_values import typed_value
+from cog_triton.api.openai.tool_calls.blocks import (
+    _THOUGHTS,
+    THINK,
+    AnswerStart,
+    Parser,
+    Thoughts,
+    thoughts_of,
+)
+from cog_triton.api.openai.tool_calls.formats import (
+    DEFAULT_FORMAT,
+    FORMATS,
+    format_of,
+    new_parser,
+)
 from cog_triton.generation import Chunk
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -399,7 +411,13 @@ def parsed(
     name: str, parts: list[str], reason: Any = "stop", prompt: str | None = None, **chunk: Any
 ) -> Parser:
     numbers = itertools.count()
-    parser = FORMATS[name].parser(lambda: f"id{next(numbers)}", prompt, schemas=SCHEMAS)
+    start = AnswerStart(
+        prompt=prompt or "",
+        thoughts=None if prompt is None else THINK,
+        schemas=SCHEMAS,
+        new_id=lambda: f"id{next(numbers)}",
+    )
+    parser = new_parser(FORMATS[name], start)
     for part in parts:
         parser.read(Chunk(part, 0, None))
     parser.read(Chunk("", 0, None, reason, **chunk))
@@ -550,7 +568,7 @@ def test_thoughts_between_the_marks_of_a_family(known: Thoughts) -> None:
     assert thoughts_of(f"{{{{ x }}}}{known.opening}{known.closing}") is known
     text = f"{known.opening}\nHm.\n{known.closing}\nYes."
     for parts in cuts(text):
-        parser = FORMATS["hermes"].parser(str, "", thoughts=known)
+        parser = new_parser(FORMATS["hermes"], AnswerStart(thoughts=known))
         for part in parts:
             parser.read(Chunk(part, 0, None))
         parser.read(Chunk("", 0, None, "stop"))
@@ -563,7 +581,7 @@ def test_the_time_for_a_long_answer_grows_with_its_length(name: str) -> None:
     """What is held is looked at with each piece, so that little may be."""
     text = next(row[2] for row in ANSWERS if row[0] == name)
     held = 0
-    parser = FORMATS[name].parser(str, None, schemas=SCHEMAS)
+    parser = new_parser(FORMATS[name], AnswerStart(schemas=SCHEMAS))
     long = "x" * 20_000
     for part in cuts(text.replace("Paris", long))[2]:
         parser.read(Chunk(part, 0, None))
@@ -599,8 +617,7 @@ def test_a_tag_without_a_tools_name_is_text_in_thoughts() -> None:
 
 
 def test_calls_behind_the_first_are_left_out_where_only_one_is_asked_for() -> None:
-    parser = FORMATS["hermes"].parser(str, None, schemas=SCHEMAS)
-    parser.most_calls = 1
+    parser = new_parser(FORMATS["hermes"], AnswerStart(schemas=SCHEMAS, max_calls=1))
     call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
     pieces = parser.read(Chunk(call + call, 0, None, "stop"))
     assert {block.index for block, _ in pieces} == {0}

@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.api.openai.chats.call_guides import call_guide
-from cog_triton.api.openai.chats.tool_use import tool_use
+from cog_triton.api.openai.chats.tool_use import ToolUse, tool_use
+from cog_triton.api.openai.chats.turn import Turn
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.schemas.chat import ChatBody
-from cog_triton.api.openai.tool_calls.blocks import Block, Parser
-from cog_triton.api.openai.tool_calls.formats import FORMATS, Format, format_of
+from cog_triton.api.openai.schemas.tools import Function, Tool
+from cog_triton.api.openai.tool_calls.blocks import THINK, AnswerStart, Block, Parser
+from cog_triton.api.openai.tool_calls.format import Format
+from cog_triton.api.openai.tool_calls.formats import FORMATS, format_of, new_parser
 from cog_triton.engines.grammars import grammar
 from cog_triton.generation import Chunk
-from cog_triton.request.request import Guide
+from cog_triton.request.request import Guide, Request
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.unit.api.openai.support import MESSAGES
@@ -55,7 +58,12 @@ TIME = Call("id1", "time", "{}")
 
 def parser(known: Format, prompt: str | None = None, *, guided: bool = False) -> Parser:
     numbers = itertools.count()
-    return known.parser(lambda: f"id{next(numbers)}", prompt, guided=guided)
+    start = AnswerStart(
+        prompt=prompt or "",
+        thoughts=None if prompt is None else THINK,
+        new_id=lambda: f"id{next(numbers)}",
+    )
+    return new_parser(known, start, "calls" if guided else None)
 
 
 def feed(reader: Parser, text: str) -> list[str]:
@@ -413,7 +421,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "llama3": lambda: parser(LLAMA),
     "python": lambda: parser(PYTHON),
     "guided": lambda: parser(LLAMA, guided=True),
-    "thinking": lambda: Parser(""),
+    "thinking": lambda: Parser(AnswerStart(thoughts=THINK)),
     "thinking and calls": lambda: parser(HERMES, "<think>\n"),
 }
 
@@ -514,3 +522,19 @@ def test_which_tools_are_offered() -> None:
         with pytest.raises(ApiError, match="tool_choice") as raised:
             tool_use(wrong)
         assert raised.value.param == "tool_choice"
+
+
+def test_functionary_gets_its_first_recipient_where_the_prompt_ends() -> None:
+    """The template ends the prompt with the mark of a message; the answer begins with the recipient."""
+    tool = Tool(type="function", function=Function(name="weather"))
+    turn = Turn(
+        request=Request(prompt="…<|start_header_id|>assistant<|end_header_id|>\n\n>>>", seed=None),
+        use=ToolUse([tool]),
+        known=FORMATS["functionary"],
+        thoughts=None,
+    )
+    reader = turn.parser()
+    reader.read(Chunk('weather\n{"city": "Paris"}', 0, None, "stop"))
+    assert [(block.name, block.text) for block in reader.whole_calls()] == [
+        ("weather", '{"city": "Paris"}')
+    ]
