@@ -9,7 +9,6 @@ import pytest
 from cog_triton.api.openai.chats.sampling import UNKNOWN_CONTEXT
 from cog_triton.api.openai.schemas.sampling import REFUSED
 from cog_triton.request.request import Guide, GuideKind, Request
-from tests.support import load_cases
 from tests.unit.api.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -24,8 +23,6 @@ from tests.unit.api.openai.support import (
     post,
     talkative,
 )
-
-TABLES = load_cases(__file__, "requests.yaml")
 
 
 def asked(backend: Backend, path: str, **fields: Any) -> Request:
@@ -49,10 +46,71 @@ def test_openais_defaults() -> None:
     assert asked(unlimited, CHAT).max_tokens == UNKNOWN_CONTEXT
 
 
-@pytest.mark.parametrize(("path", "fields", "place"), TABLES["places"])
+SAME_NAMES = {
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 4,
+    "min_p": 0.125,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.75,
+    "repetition_penalty": 1.5,
+    "length_penalty": 0.5,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "priority": -3,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place"),
+    [
+        pytest.param(CHAT, SAME_NAMES, SAME_NAMES, id="fields of the same names"),
+        pytest.param(CHAT, {"max_tokens": 5}, {"max_tokens": 5}, id="max_tokens"),
+        pytest.param(
+            CHAT,
+            {"max_completion_tokens": 9, "max_tokens": 5},
+            {"max_tokens": 9},
+            id="max_completion_tokens before max_tokens",
+        ),
+        pytest.param(CHAT, {"stop": "x"}, {"stop_sequences": ["x"]}, id="one stop sequence"),
+        pytest.param(
+            CHAT,
+            {"include_stop_str_in_output": True},
+            {"include_stop": True},
+            id="stop sequence that is kept",
+        ),
+        pytest.param(CHAT, {"logit_bias": {"7": -1.5}}, {"logit_bias": [[7, -1.5]]}, id="biases"),
+        pytest.param(CHAT, {"bad_words": ["bad"]}, {"bad_words": ["bad"]}, id="bad words"),
+        pytest.param(
+            CHAT, {"stop_token_ids": [5, 7]}, {"stop_token_ids": [5, 7]}, id="stop tokens"
+        ),
+        pytest.param(
+            CHAT, {"allowed_token_ids": [5, 7]}, {"allowed_token_ids": [5, 7]}, id="allowed tokens"
+        ),
+        pytest.param(CHAT, {"logprobs": True}, {"log_probs": 0}, id="log probabilities"),
+        pytest.param(
+            CHAT, {"logprobs": True, "top_logprobs": 3}, {"log_probs": 3}, id="likeliest tokens"
+        ),
+        pytest.param(
+            CHAT,
+            {"prompt_logprobs": 0},
+            {"log_probs": 0, "prompt_log_probs": True},
+            id="log probabilities of the prompt",
+        ),
+        pytest.param(
+            CHAT,
+            {"prompt_logprobs": 2, "logprobs": True},
+            {"log_probs": 2, "prompt_log_probs": True},
+            id="likeliest tokens of the prompt",
+        ),
+        pytest.param(TEXT, {"logprobs": 0}, {"log_probs": 0}, id="log probabilities of a text"),
+    ],
+)
 def test_every_field_has_its_place(
     path: str, fields: dict[str, Any], place: dict[str, Any]
 ) -> None:
+    """``place`` has the fields of the engine's request that the body's fields change."""
     default = asked(Backend(*CHUNKS), path)
     assert asked(Backend(*CHUNKS), path, **fields) == replace(default, **place)
 
@@ -88,9 +146,74 @@ def test_a_seed_counts_up() -> None:
     assert pairs == [((1, 2), 0), ((1, 2), 2**64 - 1), ((3,), 0), ((3,), 2**64 - 1)]
 
 
-@pytest.mark.parametrize(("fields", "kind", "text"), TABLES["guides"])
-def test_structured_output(fields: dict[str, Any], kind: str | None, text: str) -> None:
-    assert of_chat(**fields).guide == (kind and Guide(GuideKind[kind], text))
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        pytest.param({"response_format": {"type": "text"}}, None, id="text"),
+        pytest.param(
+            {"response_format": {"type": "json_object"}}, Guide(GuideKind.JSON, ""), id="JSON"
+        ),
+        pytest.param(
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
+            id="schema",
+        ),
+        pytest.param(
+            {"response_format": {"type": "json", "schema": {"a": 1}}},
+            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
+            id="schema beside its type",
+        ),
+        pytest.param(
+            {"response_format": {"type": "regex", "regex": "a+"}},
+            Guide(GuideKind.REGEX, "a+"),
+            id="regular expression",
+        ),
+        pytest.param(
+            {"response_format": {"type": "ebnf", "ebnf": "x"}},
+            Guide(GuideKind.GRAMMAR, "x"),
+            id="grammar",
+        ),
+        pytest.param(
+            {"structured_outputs": {"json": {}}},
+            Guide(GuideKind.JSON_SCHEMA, "{}"),
+            id="structured_outputs, schema",
+        ),
+        pytest.param(
+            {"structured_outputs": {"regex": "a+", "json": None}},
+            Guide(GuideKind.REGEX, "a+"),
+            id="structured_outputs, regular expression",
+        ),
+        pytest.param(
+            {"structured_outputs": {"choice": ["a"]}},
+            Guide(GuideKind.CHOICE, '["a"]'),
+            id="structured_outputs, choice",
+        ),
+        pytest.param(
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            Guide(GuideKind.JSON, ""),
+            id="structured_outputs, JSON",
+        ),
+        pytest.param(
+            {"guided_json": {"a": 1}}, Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'), id="guided_json"
+        ),
+        pytest.param(
+            {"guided_json": '{"a": 1}'},
+            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
+            id="guided_json as a text",
+        ),
+        pytest.param({"guided_regex": "a+"}, Guide(GuideKind.REGEX, "a+"), id="guided_regex"),
+        pytest.param(
+            {"guided_grammar": "root ::= x"},
+            Guide(GuideKind.GRAMMAR, "root ::= x"),
+            id="guided_grammar",
+        ),
+        pytest.param(
+            {"guided_choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]'), id="guided_choice"
+        ),
+    ],
+)
+def test_structured_output(fields: dict[str, Any], guide: Guide | None) -> None:
+    assert of_chat(**fields).guide == guide
 
 
 def test_an_enforced_call_is_a_guide() -> None:
@@ -106,10 +229,150 @@ def test_an_enforced_call_is_a_guide() -> None:
     assert "tool_choice and guided_regex cannot be combined" in reply.text
 
 
-@pytest.mark.parametrize(("path", "fields", "same"), TABLES["same"])
+TOOL_F = {"type": "function", "function": {"name": "f"}}
+TOOL_G = {"type": "function", "function": {"name": "g"}}
+TOOL_F_WITH_PARAMETERS = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
+RESPONSES_F = {"type": "function", "name": "f"}
+RESPONSES_G = {"type": "function", "name": "g"}
+ANTHROPICS_F = {"name": "f", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "same"),
+    [
+        pytest.param(
+            CHAT,
+            {
+                "tools": [TOOL_F, TOOL_G],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [TOOL_G]},
+                },
+            },
+            {"tools": [TOOL_G]},
+            id="chat: tools that are allowed",
+        ),
+        pytest.param(
+            CHAT,
+            {
+                "tools": [TOOL_F, TOOL_G],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "required", "tools": [TOOL_G]},
+                },
+            },
+            {"tools": [TOOL_G], "tool_choice": "required"},
+            id="chat: tools of which one is required",
+        ),
+        pytest.param(
+            RESPONSES,
+            {
+                "tools": [RESPONSES_F, RESPONSES_G],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [RESPONSES_G]},
+            },
+            {"tools": [TOOL_G]},
+            id="response: tools that are allowed",
+        ),
+        pytest.param(
+            RESPONSES,
+            {
+                "tools": [RESPONSES_F, RESPONSES_G],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [RESPONSES_G],
+                },
+            },
+            {"tools": [TOOL_G], "tool_choice": "required"},
+            id="response: tools of which one is required",
+        ),
+        pytest.param(
+            RESPONSES, {"max_output_tokens": 5}, {"max_completion_tokens": 5}, id="response: tokens"
+        ),
+        pytest.param(
+            RESPONSES,
+            {"top_logprobs": 2},
+            {"logprobs": True, "top_logprobs": 2},
+            id="response: likeliest tokens",
+        ),
+        pytest.param(
+            RESPONSES,
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+                }
+            },
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "object"}},
+                }
+            },
+            id="response: schema",
+        ),
+        pytest.param(
+            RESPONSES,
+            {"tools": [RESPONSES_F, RESPONSES_G], "tool_choice": RESPONSES_F},
+            {"tools": [TOOL_F, TOOL_G], "tool_choice": TOOL_F},
+            id="response: named tool",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {"max_tokens": 9, "stop_sequences": ["x"], "top_k": 5},
+            {"max_tokens": 9, "stop": "x", "top_k": 5},
+            id="message: tokens, stop sequence, top_k",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {
+                "max_tokens": 9,
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            },
+            {
+                "max_tokens": 9,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "object"}},
+                },
+            },
+            id="message: schema",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {"max_tokens": 9, "thinking": {"type": "disabled"}},
+            {"max_tokens": 9, "reasoning_effort": "none"},
+            id="message: no thoughts",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {"max_tokens": 9, "tools": [ANTHROPICS_F], "tool_choice": {"type": "any"}},
+            {"max_tokens": 9, "tools": [TOOL_F_WITH_PARAMETERS], "tool_choice": "required"},
+            id="message: any tool",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {
+                "max_tokens": 9,
+                "tools": [ANTHROPICS_F],
+                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+            },
+            {
+                "max_tokens": 9,
+                "tools": [TOOL_F_WITH_PARAMETERS],
+                "tool_choice": TOOL_F,
+                "parallel_tool_calls": False,
+            },
+            id="message: named tool, and one call",
+        ),
+    ],
+)
 def test_the_newer_apis_ask_for_what_a_chat_asks_for(
     path: str, fields: dict[str, Any], same: dict[str, Any]
 ) -> None:
+    """``same`` has the fields of a chat that ask for the same."""
     template = "tools <tool_call> {% if enable_thinking is defined %}"
     newer, older = Backend(*CHUNKS, template=template), Backend(*CHUNKS, template=template)
     assert asked(newer, path, **fields) == asked(older, CHAT, **same)
@@ -141,7 +404,21 @@ def test_what_is_not_done_is_refused_by_name(path: str, name: str) -> None:
 # Prompts and templates
 
 
-@pytest.mark.parametrize(("fields", "ids"), TABLES["cut"])
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [
+        pytest.param({"truncate_prompt_tokens": 2}, [0, 121], id="two tokens"),
+        pytest.param(
+            {"truncate_prompt_tokens": 1, "add_special_tokens": False},
+            [121],
+            id="one token without the first",
+        ),
+        pytest.param(
+            {"truncate_prompt_tokens": 2, "truncation_side": "right"}, [0, 120], id="from the right"
+        ),
+        pytest.param({"truncate_prompt_tokens": 2, "prompt": [5, 6, 7]}, [6, 7], id="ids"),
+    ],
+)
 def test_a_prompt_is_cut_to_its_last_tokens(fields: dict[str, Any], ids: list[int]) -> None:
     """The tokens that begin a text stay. The context has 64."""
     assert list(asked(Backend(*CHUNKS), TEXT, **fields).prompt_ids) == ids
@@ -150,11 +427,142 @@ def test_a_prompt_is_cut_to_its_last_tokens(fields: dict[str, Any], ids: list[in
     assert "".join(map(chr, of_chat(truncate_prompt_tokens=4).prompt_ids)) == "ello"
 
 
-@pytest.mark.parametrize("case", TABLES["conversations"])
-def test_messages_as_the_template_gets_them(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields", "messages"),
+    [
+        pytest.param(
+            RESPONSES,
+            {
+                "instructions": "Be kind",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]},
+                    {
+                        "type": "message",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "A"}],
+                    },
+                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                    {
+                        "type": "function_call",
+                        "call_id": "c2",
+                        "name": "f",
+                        "arguments": '{"a": 1}',
+                    },
+                    {"type": "function_call_output", "call_id": "c1", "output": "one"},
+                    {"type": "message", "role": "assistant", "content": "B"},
+                    {"type": "message", "role": "assistant", "content": "C"},
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So"}]},
+                    {"type": "message", "role": "assistant", "content": "D"},
+                ],
+            },
+            [
+                {"role": "system", "content": "Be kind"},
+                {"role": "user", "content": "Hi"},
+                {
+                    "role": "assistant",
+                    "content": "A",
+                    "reasoning_content": "Hm",
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": {}},
+                        },
+                        {
+                            "id": "c2",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": {"a": 1}},
+                        },
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "one"},
+                {"role": "assistant", "content": "B"},
+                {"role": "assistant", "content": "C"},
+                {"role": "assistant", "content": "D", "reasoning_content": "So"},
+            ],
+            id="items of a response",
+        ),
+        pytest.param(
+            ANTHROPIC,
+            {
+                "system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}],
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Hm", "signature": ""},
+                            {"type": "text", "text": "A"},
+                            {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t1",
+                                "content": [{"type": "text", "text": "1"}],
+                            },
+                            {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
+                        ],
+                    },
+                ],
+            },
+            [
+                {"role": "system", "content": "Be\nkind"},
+                {"role": "user", "content": "Hi"},
+                {
+                    "role": "assistant",
+                    "content": "A",
+                    "reasoning_content": "Hm",
+                    "tool_calls": [
+                        {
+                            "id": "t1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": {"a": 1}},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "t1", "content": "1"},
+                {"role": "user", "content": "So?"},
+            ],
+            id="blocks of messages",
+        ),
+        pytest.param(
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": None, "refusal": "I must not."},
+                ]
+            },
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I must not."}],
+            id="refusal",
+        ),
+        pytest.param(
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "refusal", "refusal": "I must not."}],
+                    },
+                ]
+            },
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I must not."}],
+            id="refusal in the content",
+        ),
+    ],
+)
+def test_messages_as_the_template_gets_them(
+    path: str, fields: dict[str, Any], messages: list[dict[str, Any]]
+) -> None:
     backend = talkative(*CHUNKS)
-    asked(backend, case["path"], **case["fields"])
-    assert backend.tokenizer.messages == case["messages"]
+    asked(backend, path, **fields)
+    assert backend.tokenizer.messages == messages
 
 
 def test_tokens_are_counted_as_the_model_sees_them() -> None:
@@ -163,7 +571,15 @@ def test_tokens_are_counted_as_the_model_sees_them() -> None:
     assert reply.json() == {"input_tokens": len("<user>Hello")}
 
 
-@pytest.mark.parametrize(("path", "fields", "begins", "continues"), TABLES["begun"])
+@pytest.mark.parametrize(
+    ("path", "fields", "begins", "continues"),
+    [
+        pytest.param(CHAT, {}, True, False, id="chat: begins another"),
+        pytest.param(CHAT, {"add_generation_prompt": False}, False, False, id="chat: neither"),
+        pytest.param(CHAT, {"continue_final_message": True}, False, True, id="chat: goes on"),
+        pytest.param(ANTHROPIC, {}, False, True, id="message: goes on"),
+    ],
+)
 def test_an_answer_begins_or_is_continued(
     path: str, fields: dict[str, Any], begins: bool, continues: bool
 ) -> None:
@@ -174,7 +590,28 @@ def test_an_answer_begins_or_is_continued(
     assert options["continue_final_message"] is continues
 
 
-@pytest.mark.parametrize(("template", "effort", "switches"), TABLES["efforts"])
+@pytest.mark.parametrize(
+    ("template", "effort", "switches"),
+    [
+        pytest.param("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}, id="efforts"),
+        pytest.param(
+            "{% if enable_thinking is defined %}",
+            "none",
+            {"enable_thinking": False},
+            id="enable_thinking, off",
+        ),
+        pytest.param(
+            "{% if enable_thinking is defined %}",
+            "high",
+            {"enable_thinking": True},
+            id="enable_thinking, on",
+        ),
+        pytest.param(
+            "{% if not thinking is defined %}", "none", {"thinking": False}, id="thinking, off"
+        ),
+        pytest.param("{{ messages }} thinking of it", "high", {}, id="no switch"),
+    ],
+)
 def test_an_effort_is_the_templates_switch(
     template: str, effort: str, switches: dict[str, Any]
 ) -> None:
