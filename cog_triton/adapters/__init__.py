@@ -1,8 +1,8 @@
 """LoRA adapters: names to files, and files to what each engine takes.
 
-    directory.py  the adapters that are there, put there and removed; their versions and numbers
-    tensors.py    one as TensorRT-LLM's C++ backend takes it with a request
-    layers.py     those in the transformers engine's model
+    directory.py   finding, adding and removing adapters; their versions and numbers
+    tensors.py     an adapter as the two tensors that TensorRT-LLM's C++ backend takes with a request
+    layers.py      adapters in the transformers engine's model; peft_files.py reads them
 
 May import ``errors``, ``protocol`` and ``request.limits``. After a change:
 pytest tests/unit/adapters tests/unit/engines/test_lora.py

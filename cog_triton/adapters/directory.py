@@ -1,7 +1,7 @@
-"""LoRA adapters by name: directories beside each other, as PEFT saves them, or converted for TensorRT-LLM.
+"""LoRA adapters by name: each a directory, as PEFT saves it, or converted for TensorRT-LLM.
 
-They are looked up for each request, so that one that appears while the server runs can be used at once.
-Names that begin with a dot are passed over: an adapter is copied and deleted under such a name. A request
+Adapters are looked up for each request, so an adapter that appears while the server runs can be used at
+once. Names that begin with a dot are ignored: an adapter is copied and deleted under such a name. A request
 names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``adapter_task_id`` in
 ``cog_triton.protocol.parameters``.
 """
@@ -20,7 +20,8 @@ from cog_triton.request.limits import NAME_CHARACTERS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")  # by NVIDIA's hf_lora_convert.py
+# The files that NVIDIA's hf_lora_convert.py writes.
+CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")
 
 
 def adapter_names(directory: Path | None) -> tuple[str, ...]:
@@ -46,7 +47,10 @@ def adapter_path(directory: Path, task_id: int) -> Path:
 
 def check_adapter(name: str, directory: Path | None) -> None:
     """Raise InvalidParameter for an adapter that does not exist; without a directory the engine knows."""
-    if directory is None or not name or name in (names := adapter_names(directory)):
+    if directory is None or not name:
+        return
+    names = adapter_names(directory)
+    if name in names:
         return
     if not names:
         raise InvalidParameter(f"adapter {name!r} does not exist; LORA_DIR contains no adapters")
@@ -54,7 +58,7 @@ def check_adapter(name: str, directory: Path | None) -> None:
 
 
 def place_adapter(name: str, files: Path, directory: Path) -> None:
-    """Copy an adapter's files to ``directory``/``name``; on an error, one of that name is still there."""
+    """Copy an adapter's files to ``directory``/``name``; an error leaves one of that name as it was."""
     _check_name(name)
     if not _is_complete(files):
         raise ConfigurationError(
@@ -81,25 +85,35 @@ def remove_adapter(name: str, directory: Path) -> None:
 
 
 @dataclass(frozen=True)
+class FileStamp:
+    """What changes when a file is replaced."""
+
+    name: str
+    changed_ns: int
+    size: int
+    inode: int
+
+
+@dataclass(frozen=True)
 class AdapterVersion:
     """An adapter's files at one time. Engines keep adapters by version, so that replaced files are read."""
 
     path: Path
-    stamps: tuple[tuple[str, int, int, int], ...]  # of each file: name, change, size, inode
+    stamps: tuple[FileStamp, ...]
 
 
 def version_of(path: Path) -> AdapterVersion:
-    """Return the version of an adapter's files that is there now."""
+    """Return the current version of an adapter's files."""
     stamps = []
     for name in (CONFIG, *WEIGHTS):
         with suppress(OSError):
             status = (path / name).stat()
-            stamps.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
+            stamps.append(FileStamp(name, status.st_mtime_ns, status.st_size, status.st_ino))
     return AdapterVersion(path, tuple(stamps))
 
 
 def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
-    """Return the adapter of a number, for an engine that reads PEFT's files; raise EngineError for none."""
+    """Return the adapter with a number, for an engine that reads PEFT's files, or raise EngineError."""
     if directory is None:
         raise EngineError("lora_task_id requires lora_prefetch_dir, the directory of the adapters")
     try:
@@ -112,7 +126,7 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
 
 
 class LoraRequests:
-    """Adapters for vLLM and the LLM API, each version by a name and a number, the same in all processes."""
+    """Adapters for vLLM and the LLM API. Each version has a name and a number, equal in all processes."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -122,15 +136,18 @@ class LoraRequests:
         """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``."""
         version = current_version(task_id, self._directory)
         number = adapter_task_id(str(version))
-        if (other := self._versions.setdefault(number, version)) != version:
+        other = self._versions.setdefault(number, version)
+        if other != version:
             raise EngineError(f"{version.path} has the same id as {other.path}; copy it again")
         return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
 def _is_complete(path: Path) -> bool:
-    there = {name for name in (CONFIG, *WEIGHTS, *CONVERTED) if (path / name).is_file()}
-    of_peft = CONFIG in there and not there.isdisjoint(WEIGHTS)
-    return not path.name.startswith(".") and (of_peft or there.issuperset(CONVERTED))
+    if path.name.startswith("."):
+        return False
+    if all((path / name).is_file() for name in CONVERTED):
+        return True
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
 
 
 def _check_name(name: str) -> None:
@@ -142,10 +159,13 @@ def _check_name(name: str) -> None:
 
 
 def _hidden_name(name: str) -> str:
-    """Return a new name: what a killed process left under one of these is in nobody's way."""
+    """Return a name that nothing has: a killed process may have left files under an earlier one."""
     return f".{name[:40]}.{uuid4().hex}"
 
 
 def _delete(adapter: Path) -> None:
-    gone = adapter.rename(adapter.with_name(_hidden_name(adapter.name)))
-    gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
+    hidden = adapter.rename(adapter.with_name(_hidden_name(adapter.name)))
+    if hidden.is_symlink():
+        hidden.unlink()
+    else:
+        shutil.rmtree(hidden)

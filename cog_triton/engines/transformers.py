@@ -19,7 +19,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from cog_triton.adapters.layers import CACHE_BYTES, Adapters, LoadedAdapter, import_peft
+from cog_triton.adapters.layers import CACHE_BYTES, Adapters, LoadedAdapter
+from cog_triton.adapters.peft_files import import_peft
 from cog_triton.engines import base, transformers_attention
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step
 from cog_triton.engines.guides import Guides

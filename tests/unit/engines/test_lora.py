@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cog_triton.adapters.layers import Adapters
+from cog_triton.adapters.peft_files import read_changes
 from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRequest
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
 from cog_triton.engines.transformers_step import Row
@@ -170,6 +171,34 @@ def test_the_least_recently_used_adapters_make_room(
         large = llm.start(lora_task_id=task("bard")).last()
         assert type(large.error) is EngineError
         assert "more than the lora_cache_host_memory_bytes" in str(large.error)
+
+
+def test_no_request_waits_while_another_adapter_is_loaded(
+    llm: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+    may_end = threading.Event()
+    read: list[str] = []
+
+    def read_slowly(model: Any, config: Any, directory: Path) -> Any:
+        read.append(directory.name)
+        if directory.name == "poet":
+            began.set()
+            assert may_end.wait(60)
+        return read_changes(model, config, directory)
+
+    monkeypatch.setattr("cog_triton.adapters.layers.read_changes", read_slowly)
+    slow = [llm.start(lora_task_id=task("poet")) for _ in range(2)]
+    try:
+        assert began.wait(60)
+        assert len(llm.ids(lora_task_id=task("bard"))) == 8  # is read meanwhile
+        assert len(llm.ids(lora_task_id=task("bard"))) == 8  # is loaded
+        assert len(llm.ids()) == 8
+        assert not any(stream.all for stream in slow)
+    finally:
+        may_end.set()
+    assert [len(stream.wait().ids) for stream in slow] == [8, 8]
+    assert sorted(read) == ["bard", "poet"]
 
 
 def test_whatever_fails_while_a_request_is_prepared_ends_it_with_the_reason(
