@@ -74,6 +74,19 @@ def pods(made: dict[str, Manifest]) -> list[Manifest]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_the_notes_have_commands_that_wait_for_the_servers_and_ask_them(
+    helm: Path, shape: str
+) -> None:
+    shown = run(helm, "install", RELEASE, "--dry-run=client", shape=shape)
+    notes = shown.stdout.partition("NOTES:\n")[2]
+    made = manifests(helm, shape=shape)
+    service = made[f"Service/{RELEASE}"]["spec"]["ports"][0]["port"]
+    assert f"Deployment/{RELEASE}-server" in made
+    assert f"rollout status deployment/{RELEASE}-server" in notes
+    assert f"port-forward service/{RELEASE} 8080:{service}" in notes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_it_passes_lint_and_the_schemas_of_what_it_makes(helm: Path, shape: str) -> None:
     linted = run(helm, "lint", "--strict", **FULL, shape=shape)
     assert linted.returncode == 0, linted.stdout
