@@ -15,7 +15,7 @@ import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
 from cog_triton.api.cog import live_stream
-from cog_triton.api.cog.predictions import Inputs
+from cog_triton.api.cog.passage import Inputs
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.processes import end_with_parent

@@ -9,7 +9,8 @@ from typing import Any, cast
 from starlette.routing import Route
 
 from cog_triton.api.cog.front import Front
-from cog_triton.api.cog.replicate import FILES_PATH, Replicate
+from cog_triton.api.cog.replicate.replies import FILES_PATH
+from cog_triton.api.cog.replicate.routes import Replicate
 from cog_triton.api.openai import app, calls, pages
 from cog_triton.api.openai.routes import messages, operation
 from cog_triton.api.openai.server import FORM_BYTES
@@ -109,8 +110,10 @@ def table_rows() -> list[tuple[str, ...]]:
 
 
 def cog_routes() -> Iterator[tuple[str, Access]]:
-    front = Front.__new__(Front)  # whose routes need nothing that it sets up
-    for route in (*names(front.own_routes()), *names(Replicate(front, None).routes), *PASSED_ON):
+    # Neither needs anything else to name its routes.
+    front = Front.__new__(Front)
+    replicate = Replicate(cast(Any, None), cast(Any, None), None)
+    for route in (*names(front.front_routes()), *names(replicate.routes), *PASSED_ON):
         who = WITH_LIST_TOKEN if route in LISTS else ANYBODY
         body = "a form" if route == f"POST {FILES_PATH}" else "JSON"
         yield route, access_of(route, COG, who, f"{body}, up to `MAX_REQUEST_BYTES`", "COG")

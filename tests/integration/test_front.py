@@ -18,7 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.api.cog import predictions
+from cog_triton.api.cog.prediction_files import DIRECTORY
 from tests.support import (
     ROOT,
     CogServer,
@@ -125,7 +125,7 @@ def test_the_ids_of_clients_and_of_the_front_and_that_no_directory_stays(server:
     assert {len(reply["id"]) for reply in drawn} == {32}
     names = {reply["id"] for reply in [first, second, *drawn]}
     assert len(names) == 7
-    left = [predictions.DIRECTORY / name for name in names]
+    left = [DIRECTORY / name for name in names]
     wait_until(lambda: not any(path.exists() for path in left), 60, "the sweep")
 
 
@@ -412,7 +412,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         "2 predictions did not finish within 0.5 s (DRAIN_SECONDS): stopping now"
         in server.log.read_text()
     )
-    assert not (predictions.DIRECTORY / name).exists()
+    assert not (DIRECTORY / name).exists()
 
 
 def test_the_worker_does_not_ignore_sigterm(server: Server) -> None:

@@ -6,7 +6,7 @@ import pytest
 from starlette.routing import Route
 
 from cog_triton.api.cog.front import Front
-from cog_triton.api.cog.predictions import VARIABLE
+from cog_triton.api.cog.messages import VARIABLE
 from cog_triton.api.openai.app import create_app
 from cog_triton.settings import read_settings
 from cog_triton.web.origin import SAFE_METHODS, AccessRule
@@ -31,7 +31,7 @@ def test_every_route_of_openais_api_is_in_the_table() -> None:
 def test_every_route_of_cogs_port_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
     front = Front(bound("127.0.0.1", 0), read_settings({}))
-    front.predictions.remove_all()
+    front.predictions.files.remove_all()
     assert {*_access.names(front._router.routes), *_access.PASSED_ON} == set(COG_ROUTES)
 
 
@@ -49,7 +49,7 @@ async def test_lists_need_the_token_that_the_table_names(monkeypatch: pytest.Mon
     for token in (None, "a-long-token"):
         environment = {"REPLICATE_LIST_TOKEN": token} if token else {}
         front = Front(bound("127.0.0.1", 0), read_settings(environment))
-        front.predictions.remove_all()
+        front.predictions.files.remove_all()
         transport = httpx.ASGITransport(front)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for route, access in COG_ROUTES.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from cog_triton.api.cog import predictions as module
-from cog_triton.api.cog.predictions import VARIABLE
+from cog_triton.api.cog.messages import VARIABLE
 from tests.unit.api.ports import CogPort, OpenAIPort
 
 

@@ -64,7 +64,7 @@ class CogPort(Port):
     async def _start(self, listener: Any) -> Front:
         front = Front(listener, read_settings({"REPLICATE_LIST_TOKEN": "t"}))
         cogs = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        front._port = cogs.sockets[0].getsockname()[1]
+        front.cog_server.port = cogs.sockets[0].getsockname()[1]
         listener.listen(16)
         self._serving = asyncio.create_task(front._server.serve(sockets=[listener]))
         return front
@@ -90,5 +90,5 @@ class CogPort(Port):
     def close(self) -> None:
         self.front._server.should_exit = True
         self.run(asyncio.wait([self._serving]))
-        self.front.predictions.remove_all()
+        self.front.predictions.files.remove_all()
         super().close()

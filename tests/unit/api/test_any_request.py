@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cog_triton.api.cog.predictions import Passage
-from cog_triton.api.cog.replicate import Creation, Prediction
+from cog_triton.api.cog.passage import Passage
+from cog_triton.api.cog.replicate.creation import Creation
+from cog_triton.api.cog.replicate.prediction import Prediction
 from tests.unit.api.openai.support import MESSAGES
 from tests.unit.api.ports import CogPort, OpenAIPort
 

@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cog_triton.api.cog import prediction_files
 from cog_triton.api.cog import predictions as module
 from cog_triton.api.cog.front import Front
-from cog_triton.api.cog.predictions import VARIABLE, Inputs, Passage, Predictions, fields_of
+from cog_triton.api.cog.messages import VARIABLE
+from cog_triton.api.cog.passage import Inputs, Passage, Route, fields_of
+from cog_triton.api.cog.predictions import Predictions
 from cog_triton.request.limits import TextLimits
 from cog_triton.settings import read_settings
 from cog_triton.web import Refusal
@@ -51,14 +54,12 @@ async def is_there(predictions: Predictions, directory: Path) -> bool:
     """Whether a directory is there once all that are to be removed are."""
     for _ in range(3):
         await asyncio.sleep(0)
-    await asyncio.wrap_future(predictions._remover.submit(int))
+    await asyncio.wrap_future(predictions.files.after_removals())
     return directory.exists()
 
 
 def check(method: str, target: str, body: bytes = b"", inputs: Inputs = NO_INPUTS) -> Passage:
-    predictions = Predictions.__new__(Predictions)  # which has no files
-    predictions.inputs, predictions.draining = inputs, False
-    return predictions.check(method, target, body)
+    return Route.parse(method, target).passage(body, inputs)
 
 
 @given(st.text())
@@ -148,7 +149,7 @@ def test_webhooks_that_cannot_be_called(fields: dict[str, Any], field: str, targ
 def test_webhooks_that_pass(fields: dict[str, Any]) -> None:
     passage = check("POST", "/predictions", json.dumps(fields).encode())
     assert json.loads(passage.body) == fields
-    assert passage.hooked == bool(fields["webhook"])
+    assert passage.has_webhook == bool(fields["webhook"])
 
 
 TOO_LARGE = {
@@ -255,14 +256,14 @@ async def test_health(route: str, state: State, status: int) -> None:
     front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))
     front.predictions.progress = time.monotonic() - state.busy_for
     front.predictions.draining = state.draining
-    front._busy_since = 1.0
-    front._worker_ended = state.worker_ended
+    front.health._busy_since = 1.0
+    front.health.worker_ended = state.worker_ended
     answer = None if state.cog_status is None else {"status": state.cog_status}
-    vars(front)["ask"] = AsyncMock(return_value=answer)
+    vars(front.cog_server)["ask"] = AsyncMock(return_value=answer)
     transport = httpx.ASGITransport(front)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         reply = await client.get(f"/health/{route}")
-    front.predictions.remove_all()
+    front.predictions.files.remove_all()
     assert reply.json()["status"] == (state.cog_status or "UNKNOWN")
     assert reply.status_code == status
     assert ("connection" in reply.headers) == state.draining
@@ -327,12 +328,12 @@ async def test_what_a_killed_server_leaves_is_removed_by_the_next(
     (base / "of_others" / "outputs").mkdir(parents=True)
     predictions.begin("running")
     # The server's process id means nothing in another container that shares the directory.
-    monkeypatch.setattr(module, "process_name", lambda _: "1_1")
+    monkeypatch.setattr(prediction_files, "process_name", lambda _: "1_1")
     other = Predictions(base)
     wait_until(lambda: not (base / "left").exists(), 60, "the removal")
     assert sorted(path.name for path in base.iterdir()) == ["of_others", "running"]
-    other.remove_all()
-    predictions.remove_all()
+    other.files.remove_all()
+    predictions.files.remove_all()
     wait_until(lambda: not list(base.parent.glob("*.lock")), 60, "the removal of all locks")
 
 

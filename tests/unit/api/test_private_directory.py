@@ -12,7 +12,8 @@ import pytest
 from cog_triton.api.cog import predictions as predictions_module
 from cog_triton.api.cog import private_directory as module
 from cog_triton.api.cog.front import Front
-from cog_triton.api.cog.predictions import VARIABLE, Predictions
+from cog_triton.api.cog.messages import VARIABLE
+from cog_triton.api.cog.predictions import Predictions
 from cog_triton.api.cog.private_directory import PrivateDirectory, UnsafeDirectory
 from cog_triton.settings import read_settings
 from cog_triton.web.server import bound
@@ -103,10 +104,9 @@ async def test_a_prediction_is_refused_whose_files_another_user_could_lead_elsew
     monkeypatch.setattr(predictions_module, "REMOVE_SECONDS", 0.0)
     plant(path, home)
     before = files(home)
-    front = Front(bound("127.0.0.1", 0), read_settings({}))
-    front.predictions.remove_all()
-    front.predictions = predictions = Predictions(path)
-    assert predictions.directory_problem()
+    predictions = Predictions(path)
+    front = Front(bound("127.0.0.1", 0), read_settings({}), predictions)
+    assert predictions.files.problem()
     transport = httpx.ASGITransport(front)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         reply = await client.put("/predictions/Documents", json={"input": {}})
@@ -114,8 +114,8 @@ async def test_a_prediction_is_refused_whose_files_another_user_could_lead_elsew
     assert str(path.parent) in reply.json()["detail"]
     for _ in range(3):
         await asyncio.sleep(0)
-    await asyncio.wrap_future(predictions._remover.submit(int))  # after what is to be removed
-    predictions.remove_all()
+    await asyncio.wrap_future(predictions.files.after_removals())
+    predictions.files.remove_all()
     assert predictions.left() == ""
     assert files(home) == before
 

@@ -1,0 +1,98 @@
+"""Predictions of Replicate's API end, whatever Cog's server sends; and so does a front that fails."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.routing import Router
+
+from cog_triton.api.cog import server
+from cog_triton.api.cog.answer import Answer
+from cog_triton.api.cog.cog_server import CogServer, Reply
+from cog_triton.api.cog.front import EXIT_STATUS
+from cog_triton.api.cog.messages import VARIABLE
+from cog_triton.api.cog.predictions import Predictions
+from cog_triton.api.cog.replicate import kept
+from cog_triton.api.cog.replicate.kept import Kept
+from cog_triton.api.cog.replicate.routes import Replicate
+
+pytestmark = pytest.mark.anyio
+
+
+class CogsEvents(CogServer):
+    """Answers every request with these bytes."""
+
+    def __init__(self, events: bytes) -> None:
+        self._events = events
+
+    @contextlib.asynccontextmanager
+    async def exchange(self, *_: Any) -> AsyncIterator[Reply]:
+        answer = Answer(1 << 16, ())
+        answer.feed_data(self._events)
+        answer.feed_eof()
+        yield Reply(200, [], answer)
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "error"),
+    [
+        (b'event: completed\ndata: {"status":"succeeded"}\n\n', "succeeded", None),
+        (b"", "failed", "E2105"),
+        (b"event: output\ndata: {\n\n", "failed", "E2104"),
+        (b"event: output\ndata: {}\n\n", "failed", "E2104"),
+        (b"event: completed\ndata: []\n\n", "failed", "E2104"),
+    ],
+    ids=["whole", "broken off", "no JSON", "no chunk", "no object"],
+)
+async def test_a_prediction_ends_whatever_comes(
+    events: bytes,
+    status: str,
+    error: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    predictions = Predictions(tmp_path / "predictions")
+    routes = Replicate(CogsEvents(events), predictions, None).routes
+    transport = httpx.ASGITransport(Router(routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        headers = {"prefer": "wait=20"}
+        reply = await client.post("/v1/predictions", json={"input": {}}, headers=headers)
+    predictions.files.remove_all()
+    fields = reply.json()
+    assert (reply.status_code, fields["status"]) == (201, status)
+    assert (fields["error"] or "").startswith(error or "")
+
+
+def test_the_oldest_that_can_go_make_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEPT", 3)
+    monkeypatch.setattr(kept, "KEPT_BYTES", 10)
+    items: Kept[Any] = Kept()
+    for number, (size, can_go) in enumerate([(1, False), (1, True), (1, True), (1, True)]):
+        items.add(SimpleNamespace(id=str(number), size=size, can_go=can_go))
+    assert [item.id for item in items.newest(2)] == ["3", "2"]
+    assert [item.id for item in items.newest(9)] == ["3", "2", "0"]
+    items.add(SimpleNamespace(id="large", size=9, can_go=True))
+    assert [item.id for item in items.newest(9)] == ["large", "0"]
+
+
+def test_a_front_that_fails_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+
+    async def serve(*_: Any) -> None:
+        await asyncio.sleep(0)
+        raise RuntimeError("no sockets left")
+
+    front = SimpleNamespace(serve=serve, cog_server=SimpleNamespace(source="127.0.0.1"))
+    server.run_front(cast(Any, front), 0)
+    assert statuses == [EXIT_STATUS]
+    assert "no sockets left" in capsys.readouterr().err
