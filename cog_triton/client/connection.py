@@ -206,6 +206,11 @@ class Connection(asyncio.Protocol):
         self.closed = False
 
     @property
+    def takes_calls(self) -> bool:
+        """Whether it takes calls, perhaps when another one has ended."""
+        return self.usable and self._most_calls > 0
+
+    @property
     def has_room(self) -> bool:
         """Whether it takes a call now."""
         return self.usable and len(self._calls) < self._most_calls

@@ -85,13 +85,12 @@ class GrpcClient(TritonClient):
         super().__init__(response_timeout)
         self._address = address
         self._connections: list[Connection] = []
-        self._connecting = asyncio.Lock()
+        self._attempt: asyncio.Task[Connection] | None = None  # to connect
         self._disconnected = False
         self._reader = uuid4().hex
         self._demultiplexer = Demultiplexer()
         self._sent: dict[int, _Sent] = {}  # by sequence, until they are closed
         self._stream: Call | None = None
-        self._opening = asyncio.Lock()  # held while the stream is opened
         self._gap_timer: asyncio.TimerHandle | None = None
 
     # Calls of their own
@@ -135,33 +134,56 @@ class GrpcClient(TritonClient):
     async def _open(
         self, method: str, headers: dict[str, str], on_message: Any, on_end: Any
     ) -> Call:
-        path = f"/inference.GRPCInferenceService/{method}"
-        async with self._connecting:
-            if self._disconnected:
-                raise errors.blameless(errors.TritonUnavailable(CLOSED))
-            connection = await self._connection_with_room()
-            try:
-                return connection.open(path, headers, on_message, on_end)
-            except ConnectionUnusable as error:
-                raise _unreachable(str(error)) from None
+        connection = self._connection_with_room()
+        while connection is None:
+            await self._connect()
+            connection = self._connection_with_room()
+        return _open_on(connection, method, headers, on_message, on_end)
 
-    async def _connection_with_room(self) -> Connection:
-        """Return a connection that takes a call, a new one if need be."""
+    def _connection_with_room(self) -> Connection | None:
+        """Return a connection that takes a call, if there is one."""
+        if self._disconnected:
+            raise errors.blameless(errors.TritonUnavailable(CLOSED))
         self._connections = [each for each in self._connections if not each.closed]
         for connection in self._connections:
             if connection.has_room:
                 return connection
+        return None
+
+    async def _connect(self) -> None:
+        """Wait for a new connection, or raise TritonUnavailable.
+
+        All requests that need one wait for the same attempt. If packets are dropped on the way to Triton,
+        each waits for one time-out, and not for those of the requests before it.
+        """
+        if self._attempt is None:
+            self._attempt = asyncio.create_task(self._add_connection())
+            self._attempt.add_done_callback(self._end_attempt)
+        attempt = self._attempt
+        await asyncio.wait([attempt])  # a request that is cancelled here leaves it to the others
+        if attempt.cancelled():
+            raise errors.blameless(errors.TritonUnavailable(CLOSED))
+        error = attempt.exception()
+        if isinstance(error, (OSError, asyncio.TimeoutError)):
+            raise _unreachable(str(error) or f"no connection in {CONNECT_SECONDS:g} s")
+        connection = attempt.result()
+        if not connection.takes_calls:  # otherwise the callers would connect again and again
+            raise _unreachable("a new connection was closed at once")
+
+    async def _add_connection(self) -> Connection:
         host, _, port = self._address.rpartition(":")
         loop = asyncio.get_running_loop()
         connecting = loop.create_connection(
             partial(Connection, self._address), host.strip("[]"), int(port)
         )
-        try:
-            _, connection = await asyncio.wait_for(connecting, CONNECT_SECONDS)
-        except (OSError, asyncio.TimeoutError) as error:
-            raise _unreachable(str(error) or f"no connection in {CONNECT_SECONDS:g} s") from None
+        _, connection = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         self._connections.append(connection)
         return connection
+
+    def _end_attempt(self, attempt: "asyncio.Task[Connection]") -> None:
+        self._attempt = None
+        if not attempt.cancelled():
+            attempt.exception()  # those who wait raise it; without any, asyncio would log it
 
     # The long stream
 
@@ -193,10 +215,13 @@ class GrpcClient(TritonClient):
         return arrivals
 
     async def _shared_stream(self) -> Call:
-        async with self._opening:
-            if self._stream is None or not self._stream.can_write:
-                self._stream = await self._open_stream({})
-            return self._stream
+        while self._stream is None or not self._stream.can_write:
+            connection = self._connection_with_room()
+            if connection is None:
+                await self._connect()  # another request may open the stream meanwhile
+            else:
+                self._stream = _open_on(connection, INFER, {}, self._receive, self._end_call)
+        return self._stream
 
     async def _open_stream(self, headers: dict[str, str]) -> Call:
         return await self._open(INFER, headers, self._receive, self._end_call)
@@ -263,15 +288,27 @@ class GrpcClient(TritonClient):
         return TensorOutputs(flat_outputs(response), is_final(response))
 
     async def _disconnect(self) -> None:
-        async with self._connecting:
-            self._disconnected = True
-            for connection in self._connections:
-                connection.close(CLOSED)
+        self._disconnected = True
+        if self._attempt is not None:
+            self._attempt.cancel()
+            await asyncio.wait([self._attempt])
+        for connection in self._connections:
+            connection.close(CLOSED)
         if self._gap_timer is not None:
             self._gap_timer.cancel()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _open_on(
+    connection: Connection, method: str, headers: dict[str, str], on_message: Any, on_end: Any
+) -> Call:
+    path = f"/inference.GRPCInferenceService/{method}"
+    try:
+        return connection.open(path, headers, on_message, on_end)
+    except ConnectionUnusable as error:
+        raise _unreachable(str(error)) from None
 
 
 def _unavailable(reason: CallEnd, *, blameless: bool) -> errors.TritonUnavailable:

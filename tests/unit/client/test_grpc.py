@@ -1,8 +1,10 @@
 """The gRPC client: with gRPC's own server, and with a peer that does what it is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -532,3 +534,76 @@ async def test_a_server_that_cannot_be_reached_is_unavailable() -> None:
         with pytest.raises(TritonUnavailable, match="cannot be reached") as caught:
             await client._send(IDS_ENSEMBLE, "1", {})
         assert caught.value.blameless
+
+
+@contextmanager
+def full_listener() -> Iterator[str]:
+    """The address of a socket that answers no further connection: Linux drops its packets."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(listener.getsockname())
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["on the stream", "on calls of their own"])
+async def test_requests_wait_together_for_a_peer_that_drops_packets(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request waits for one time-out, and not for those of the requests before it."""
+    monkeypatch.setattr(grpc_transport, "CONNECT_SECONDS", 0.5)
+    count = 20
+
+    def request(client: GrpcClient) -> Awaitable[Any]:
+        if is_shared:
+            return client._send(IDS_ENSEMBLE, "a", {})
+        return client.send("echo", messages.ServerLiveRequest())
+
+    with full_listener() as address:
+        async with aclosing(GrpcClient(address)) as client:
+            began = asyncio.get_running_loop().time()
+            requests = [request(client) for _ in range(count)]
+            results = await asyncio.gather(*requests, return_exceptions=True)
+            waited = asyncio.get_running_loop().time() - began
+    assert {type(error) for error in results} == {TritonUnavailable}
+    assert all(error.blameless for error in results if isinstance(error, TritonUnavailable))
+    assert "no connection in 0.5 s" in str(results[-1])
+    assert waited < count * 0.5 / 2
+
+
+async def test_a_peer_that_closes_each_connection_at_once_is_unavailable() -> None:
+    """As a proxy does whose server is down; the client must not connect again and again."""
+    connections = 0
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with aclosing(GrpcClient(f"127.0.0.1:{port}")) as client:
+            arrivals = None
+            with contextlib.suppress(TritonUnavailable):
+                arrivals = await client._send(IDS_ENSEMBLE, "a", {})
+            if arrivals is not None:  # the loss came behind the request
+                with pytest.raises(TritonUnavailable):
+                    await arrivals.take()
+    assert connections == 1
+
+
+async def test_a_client_that_closes_while_it_connects_waits_for_nothing() -> None:
+    with full_listener() as address:
+        client = GrpcClient(address)
+        requests = [asyncio.create_task(client._send(IDS_ENSEMBLE, "a", {})) for _ in range(3)]
+        await asyncio.sleep(0)
+        requests[0].cancel()  # its end must not end the attempt of the others
+        await asyncio.wait_for(client.aclose(), grpc_transport.CONNECT_SECONDS / 2)
+        results = await asyncio.gather(*requests, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert [type(error) for error in results[1:]] == [TritonUnavailable] * 2
