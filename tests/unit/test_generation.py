@@ -14,9 +14,7 @@ from cog_triton.protocol.names import Parameters
 from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import text_limits
-from tests.support import load_cases
 
-CASES = load_cases(__file__, "generation.yaml")
 END = Response([], None, True)
 EOS = 2  # the demo model's end token
 
@@ -78,13 +76,56 @@ def pieces(ids: list[int], size: int) -> Client:
     return Client(*(Response(part, 2, False, True, likely(part)) for part in parts), END)
 
 
-@pytest.mark.parametrize("case", CASES["ends"])
-def test_the_reason_of_the_end(tokenizer: Any, case: dict[str, Any]) -> None:
-    ids, kept = case["ids"], case["keeps_end_token"]
-    responses = [Response([token], 2, False, kept) for token in ids]
-    chunks = run(tokenizer, Client(*responses, END), **case["values"])
+@pytest.mark.parametrize(
+    ("ids", "keeps_end_token", "values", "reason"),
+    [
+        # TensorRT-LLM's C++ backend never sends an end token.
+        pytest.param([5, 6, 7], False, {"max_tokens": 10}, "stop", id="by itself"),
+        pytest.param(
+            [5, 6, 7],
+            False,
+            {"max_tokens": 10, "context_length": None},
+            "stop",
+            id="by itself, in a context of unknown length",
+        ),
+        pytest.param([5, 6, 7], False, {"max_tokens": 3}, "length", id="of max_tokens"),
+        pytest.param(
+            [5, 6, 7],
+            False,
+            {"max_tokens": 10, "context_length": 5},
+            "length",
+            id="of the context, with the two tokens of the prompt",
+        ),
+        pytest.param(
+            [5, 2],
+            True,
+            {"max_tokens": 2, "context_length": None},
+            "stop",
+            id="of an end token at max_tokens",
+        ),
+        pytest.param(
+            [5, 2],
+            True,
+            {"max_tokens": 2, "ignore_eos": True},
+            "length",
+            id="of an end token that is ignored, at max_tokens",
+        ),
+        pytest.param(
+            [5, 6],
+            True,
+            {"max_tokens": 10, "context_length": None},
+            "length",
+            id="of the context, which the engine knows",
+        ),
+    ],
+)
+def test_the_reason_of_the_end(
+    tokenizer: Any, ids: list[int], keeps_end_token: bool, values: dict[str, Any], reason: str
+) -> None:
+    responses = [Response([token], 2, False, keeps_end_token) for token in ids]
+    chunks = run(tokenizer, Client(*responses, END), **values)
     assert {chunk.finish_reason for chunk in chunks[:-1]} == {None}
-    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == (case["reason"], len(ids))
+    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == (reason, len(ids))
 
 
 def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
@@ -199,7 +240,44 @@ def test_the_first_end_token_is_sent_where_the_server_does_not_know_it(tokenizer
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
-@pytest.mark.parametrize(("answer", "values", "expected"), CASES["special_tokens"])
+@pytest.mark.parametrize(
+    ("answer", "values", "expected"),
+    [
+        pytest.param("a b</s>c</s>c", {"ignore_eos": True}, "a bcc", id="left out"),
+        pytest.param(
+            "a b</s>c</s>c",
+            {"ignore_eos": True, "shown_tokens": ["</s>", "<no token>"]},
+            "a b</s>c</s>c",
+            id="shown by name",
+        ),
+        pytest.param(
+            "a b</s>c</s>c",
+            {"ignore_eos": True, "skip_special_tokens": False},
+            "a b</s>c</s>c",
+            id="all shown",
+        ),
+        # The end token is text only as the stop of a request that wants it.
+        pytest.param("one two</s>", {}, "one two", id="end token left out"),
+        pytest.param(
+            "one two</s>",
+            {"include_stop": True},
+            "one two",
+            id="end token that is the stop, left out",
+        ),
+        pytest.param(
+            "one two</s>",
+            {"skip_special_tokens": False},
+            "one two",
+            id="end token left out where all are shown",
+        ),
+        pytest.param(
+            "one two</s>",
+            {"include_stop": True, "skip_special_tokens": False},
+            "one two</s>",
+            id="end token that is the stop, where all are shown",
+        ),
+    ],
+)
 def test_special_tokens_are_text_where_the_request_wants_them(
     tokenizer: Any, size: int, answer: str, values: dict[str, Any], expected: str
 ) -> None:

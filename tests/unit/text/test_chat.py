@@ -17,11 +17,47 @@ from cog_triton.errors import (
 from cog_triton.request.limits import MESSAGES, TextLimits
 from cog_triton.text.chat import render_chat, set_chat_template
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.support import load_cases
 
-CASES = load_cases(__file__, "chat.yaml")
-TEMPLATES, MESSAGE = CASES["templates"], CASES["messages"]
-SYSTEM, USER = MESSAGE["system"], MESSAGE["user"]
+# Chat templates of the kinds that models have, and messages for them.
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}"
+    "{% endif %}{{ m.role }}: {{ m.content }};{% endfor %}"
+)
+WITH_DEVELOPER = "{# developer #}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {{ t | tojson }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
+    "{% endfor %};{% endfor %}"
+)
+WITH_SWITCH = "{% if enable_thinking %}<think>{% endif %}{{ messages[0].content }}"
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Hi"}
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+USER_PARTS: dict[str, Any] = {
+    "role": "user",
+    "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}],
+}
+WEATHER_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Łódź"}'},
+        }
+    ],
+}
 
 
 @pytest.fixture
@@ -48,12 +84,97 @@ def test_the_models_own_template_gives_the_ids_that_transformers_gives(tokenizer
     assert render_chat(tokenizer, [USER], add_generation_prompt=False) == "<s><|user|>Hi<|end|>"
 
 
-@pytest.mark.parametrize(("template", "messages", "prompt"), CASES["rendered"])
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        pytest.param(PLAIN, [SYSTEM, USER], "system: Be brief.\nuser: Hi\n", id="system prompt"),
+        pytest.param(
+            NO_SYSTEM,
+            [SYSTEM, USER],
+            "user: Be brief.\n\nHi;",
+            id="system prompt goes to the user, where it raises",
+        ),
+        pytest.param(
+            DROPS_SYSTEM,
+            [SYSTEM, SYSTEM, USER],
+            "user: Be brief.\n\nBe brief.\n\nHi\n",
+            id="system prompts go to the user in order, where they are dropped",
+        ),
+        pytest.param(
+            ALTERNATES,
+            [SYSTEM, USER],
+            "user: Be brief.\n\nHi;",
+            id="system prompt goes to the user, where roles alternate",
+        ),
+        pytest.param(NO_SYSTEM, [SYSTEM], "user: Be brief.;", id="system prompt without a user"),
+        pytest.param(PLAIN, [DEVELOPER], "system: Be brief.\n", id="developer is the system"),
+        pytest.param(
+            WITH_DEVELOPER,
+            [DEVELOPER],
+            "developer: Be brief.;",
+            id="developer that the template knows",
+        ),
+        pytest.param(PLAIN, [USER_PARTS], "user: Hi\nthere\n", id="parts"),
+        pytest.param(
+            WITH_TOOLS,
+            [USER, WEATHER_CALL],
+            "user: Hi;assistant: weather(Łódź);",
+            id="arguments of calls are objects",
+        ),
+    ],
+)
 def test_rendered_chats(tokenizer: Any, template: str, messages: list[Any], prompt: str) -> None:
     assert render(tokenizer, template, messages) == prompt
 
 
-@pytest.mark.parametrize(("template", "messages", "error"), CASES["refused"])
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        pytest.param(
+            "{{ raise_exception('not today') }}",
+            [USER],
+            "E1005 ChatTemplateError: .*not today",
+            id="what the template raises",
+        ),
+        pytest.param(
+            None,
+            [USER],
+            "ChatTemplateError: the model has no chat template.*CHAT_TEMPLATE",
+            id="no template",
+        ),
+        pytest.param(
+            "{{ messages.__class__.__mro__ }}",
+            [USER],
+            "ChatTemplateError: .*unsafe",
+            id="what is unsafe",
+        ),
+        pytest.param(PLAIN, [], "PromptRequired: .*at least one", id="no messages"),
+        pytest.param(
+            PLAIN,
+            [{"content": "Hi"}],
+            r"InvalidParameter: messages\[0\] must be an object with a role",
+            id="no role",
+        ),
+        pytest.param(
+            PLAIN,
+            [{"role": "user", "content": 5}],
+            r"InvalidParameter: .*\[0\].content must be a string or a",
+            id="content that is a number",
+        ),
+        pytest.param(
+            PLAIN,
+            [{"role": "user", "content": ["Hi"]}],
+            "InvalidParameter: .*None is not supported",
+            id="part that is a text",
+        ),
+        pytest.param(
+            PLAIN,
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "InvalidParameter: .*image_url is not",
+            id="image",
+        ),
+    ],
+)
 def test_messages_that_are_refused(
     tokenizer: Any, template: str | None, messages: list[Any], error: str
 ) -> None:
@@ -66,12 +187,12 @@ def test_arguments_that_a_model_got_wrong_stay_a_text(tokenizer: Any, arguments:
     """Agents send back what a model wrote, also where max_tokens cut it off."""
     template = "{{ messages[0].tool_calls[0].function.arguments }}"
     function = {"name": "weather", "arguments": arguments}
-    call = {**MESSAGE["call"], "tool_calls": [{"function": function}]}
+    call = {**WEATHER_CALL, "tool_calls": [{"function": function}]}
     assert render(tokenizer, template, [call]) == arguments
 
 
 def test_a_model_may_have_another_template_for_tools(tokenizer: Any) -> None:
-    templates = {"default": TEMPLATES["plain"], "tool_use": TEMPLATES["tools"]}
+    templates = {"default": PLAIN, "tool_use": WITH_TOOLS}
     tool = {"type": "function", "function": {"name": "weather"}}
     assert render(tokenizer, templates, [USER]) == "user: Hi\n"
     assert render(tokenizer, templates, [USER], tools=[tool]).startswith("weather {")
@@ -105,7 +226,7 @@ def test_templates_that_need_more_of_tools(
 
 
 def test_the_templates_switches(tokenizer: Any) -> None:
-    switch, thinking = TEMPLATES["switch"], {"enable_thinking": True}
+    switch, thinking = WITH_SWITCH, {"enable_thinking": True}
     assert render(tokenizer, switch, [USER]) == "Hi"
     assert render(tokenizer, switch, [USER], kwargs=thinking) == "<think>Hi"
     for name in ("chat_template", "tokenize", "messages", "tools"):
@@ -172,7 +293,7 @@ AS_JSON = "{% for m in messages %}{{ m.content | tojson }};{% endfor %}"
         pytest.param(BY_MACRO, "Be brief.;Hi;", "Be brief.;Hithere;", id="in a macro"),
         pytest.param(BOTH, "Be brief.;Hi;", "Be brief.;<Hi><there>;", id="either"),
         pytest.param(
-            TEMPLATES["plain"],
+            PLAIN,
             "system: Be brief.\nuser: Hi\n",
             "system: Be brief.\nuser: Hi\nthere\n",
             id="prints texts",
@@ -184,15 +305,13 @@ def test_a_content_comes_in_the_form_that_the_template_reads(
     tokenizer: Any, template: str, of_text: str, of_parts: str
 ) -> None:
     assert render(tokenizer, template, [SYSTEM, USER]) == of_text
-    assert render(tokenizer, template, [SYSTEM, MESSAGE["parts"]]) == of_parts
+    assert render(tokenizer, template, [SYSTEM, USER_PARTS]) == of_parts
 
 
 def test_the_system_prompt_goes_to_the_user_in_a_template_of_parts(tokenizer: Any) -> None:
     template = ONLY_PARTS.replace("in messages", "in messages if m.role != 'system'")
     assert render(tokenizer, template, [SYSTEM, USER]) == "[user]Be brief.\n\nHi|"
-    assert render(tokenizer, template, [SYSTEM, MESSAGE["parts"]]) == (
-        "[user]Be brief.\n\nHi\nthere|"
-    )
+    assert render(tokenizer, template, [SYSTEM, USER_PARTS]) == "[user]Be brief.\n\nHi\nthere|"
 
 
 @pytest.mark.parametrize(
@@ -350,7 +469,7 @@ def test_a_chat_template_file_that_is_none(tmp_path: Path, demo_model: Path) -> 
 def test_a_template_of_the_settings_or_of_a_file(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("\ufeff{{ messages[0].content }} ż", encoding="utf-8")
-    for setting, prompt in ((TEMPLATES["plain"], "user: Hi\n"), (str(file), "Hi ż")):
+    for setting, prompt in ((PLAIN, "user: Hi\n"), (str(file), "Hi ż")):
         set_chat_template(tokenizer, setting)
         assert render_chat(tokenizer, [USER]) == prompt
     set_chat_template(tokenizer, "{{ raise_exception('not today') }}")

@@ -9,37 +9,88 @@ from hypothesis import strategies as st
 from cog_triton.errors import BadPromptTemplate, CogTritonError, PromptTemplateError, PromptTooLong
 from cog_triton.request.limits import TextLimits
 from cog_triton.text.chat import format_prompt
-from tests.support import load_cases
 
 LIMITS = TextLimits(1000)
-CASES = load_cases(__file__, "prompts.yaml")
-
-
-LONGEST = [
-    ("{prompt}" * 20, "x" * 50, "", "x" * 1000),
-    ("{prompt}" + "{{" * 999, "x", "", "x" + "{" * 999),
-]
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt", "system_prompt", "expected"), CASES["filled"] + LONGEST
+    ("template", "prompt", "system_prompt", "expected"),
+    [
+        pytest.param("{prompt}", "hi", "unused", "hi", id="prompt"),
+        pytest.param("{prompt}{prompt}", " ", "", "  ", id="prompt twice"),
+        pytest.param(
+            "[INST] <<SYS>>{system_prompt}<</SYS>> {prompt}",
+            "q",
+            "s",
+            "[INST] <<SYS>>s<</SYS>> q",
+            id="prompt and system prompt",
+        ),
+        pytest.param(
+            "{{prompt}} {prompt}", "hi", "", "{prompt} hi", id="braces that stand for themselves"
+        ),
+        pytest.param("{{{prompt}}}", "hi", "", "{hi}", id="prompt within such braces"),
+        pytest.param('{{"content": "{prompt}"}}', "hi", "", '{"content": "hi"}', id="JSON"),
+        pytest.param(
+            "{prompt}",
+            "{system_prompt} {prompt} {{ } {0}",
+            "s",
+            "{system_prompt} {prompt} {{ } {0}",
+            id="braces in the prompt",
+        ),
+        pytest.param(
+            "{system_prompt}{prompt}",
+            "p",
+            "{prompt}",
+            "{prompt}p",
+            id="places in the system prompt",
+        ),
+        pytest.param(
+            "{prompt}", r"\1 \g<0> %s", "", r"\1 \g<0> %s", id="backslashes in the prompt"
+        ),
+        pytest.param(
+            "%s $prompt {prompt}", "hi", "", "%s $prompt hi", id="other signs in the template"
+        ),
+        pytest.param("{prompt}" * 20, "x" * 50, "", "x" * 1000, id="the longest of prompts"),
+        pytest.param("{prompt}" + "{{" * 999, "x", "", "x" + "{" * 999, id="the longest of braces"),
+    ],
 )
 def test_filled_templates(template: str, prompt: str, system_prompt: str, expected: str) -> None:
     assert format_prompt(template, prompt, system_prompt, LIMITS) == expected
 
 
-@pytest.mark.parametrize("template", CASES["without_a_place"])
+@pytest.mark.parametrize("template", ["", "no place", "{system_prompt}", "{{prompt}}"])
 def test_a_template_needs_a_place_for_the_prompt(template: str) -> None:
     with pytest.raises(BadPromptTemplate, match=r"\{prompt\}"):
         format_prompt(template, "hi")
 
 
-MANY = ("".join(f"{{p{i}}}" for i in range(2000)), "'{p2}', and 1997 more.")
-LONG = ("{" + "x" * 100_000 + "}", "xxx…")
-
-
 @pytest.mark.parametrize("rest", ["", "{prompt} ", "{system_prompt}"])
-@pytest.mark.parametrize(("template", "named"), [*CASES["refused"], MANY, LONG], ids=range(15))
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        pytest.param("{foo} {bar} {foo}", "'{foo}', '{bar}'.", id="other names"),
+        pytest.param("{}", "{}", id="no name"),
+        pytest.param("{ prompt }", "{ prompt }", id="spaces around the name"),
+        pytest.param("{prompt.__class__.__mro__}", "{prompt.__class__.__mro__}", id="attribute"),
+        pytest.param("{prompt[0]}", "{prompt[0]}", id="item"),
+        pytest.param("{prompt!r}", "{prompt!r}", id="conversion"),
+        pytest.param("{prompt:>9999999999}", "{prompt:>9999999999}", id="format"),
+        pytest.param(
+            "{prompt:{foo}}",
+            "'{foo}' and unbalanced braces: '{' and '}'",
+            id="place within a format",
+        ),
+        pytest.param("{", "'{'", id="single brace"),
+        pytest.param("{prompt", "'{'", id="brace that is not closed"),
+        pytest.param("{{prompt}", "'}'", id="brace that is not opened"),
+        pytest.param("{prompt}}", "'}'", id="brace too many"),
+        pytest.param('{"role": "user"}', '{"role": "user"}', id="JSON"),
+        pytest.param(
+            "".join(f"{{p{i}}}" for i in range(2000)), "'{p2}', and 1997 more.", id="many names"
+        ),
+        pytest.param("{" + "x" * 100_000 + "}", "xxx…", id="long name"),
+    ],
+)
 def test_whatever_else_is_in_braces_is_an_error(template: str, named: str, rest: str) -> None:
     with pytest.raises(PromptTemplateError) as caught:
         format_prompt(rest + template, "hi")

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from cog_triton.errors import InvalidParameter
 from cog_triton.request.limits import parse_stop_sequences
 from cog_triton.text.stop_sequences import StopSequences
-from tests.support import load_cases, split
-
-CASES = load_cases(__file__, "stop_sequences.yaml")
+from tests.support import split
 
 
 def reference(stops: Sequence[str], text: str) -> tuple[str, str | None]:
@@ -54,7 +52,29 @@ def test_the_result_is_the_reference_and_no_more_is_held_back_than_may_begin_a_s
         assert delivered == text[: end - longest_pending(stops, text[:end])]
 
 
-@pytest.mark.parametrize(("stops", "text", "delivered", "matched"), CASES["matches"])
+@pytest.mark.parametrize(
+    ("stops", "text", "delivered", "matched"),
+    [
+        pytest.param(["", ""], "abc", "abc", None, id="empty ones"),
+        pytest.param(["###"], "one### two###", "one", "###", id="two matches"),
+        pytest.param(["###"], "one## two", "one## two", None, id="beginnings only"),
+        pytest.param(
+            ["b", "abcd"], "xabcd", "xa", "b", id="the first to be complete, though it begins later"
+        ),
+        pytest.param(
+            ["bcd", "abcd"],
+            "xabcd",
+            "x",
+            "abcd",
+            id="the longest of two that are complete together",
+        ),
+        pytest.param(["abcd", "bcd"], "xabcd", "x", "abcd", id="the same in the other order"),
+        pytest.param(["aab"], "aaab", "a", "aab", id="begun twice"),
+        pytest.param(["abab!", "ba?"], "ababa?", "aba", "ba?", id="begun within another"),
+        pytest.param(["🎉🎉"], "a🎉b🎉🎉", "a🎉b", "🎉🎉", id="emoji"),
+        pytest.param(["É"], "é", "é", None, id="another case"),
+    ],
+)
 def test_the_first_match(stops: list[str], text: str, delivered: str, matched: str | None) -> None:
     for size in (1, 2, 3, len(text)):
         assert stream(stops, split(text, [size])) == (delivered, matched)
@@ -98,7 +118,21 @@ def test_work_is_linear_in_the_text(stops: list[str], text: str, size: int) -> N
     assert all(length < longest for length in compared)
 
 
-@pytest.mark.parametrize(("text", "stops"), CASES["lists"])
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        pytest.param(None, [], id="none"),
+        pytest.param(",", [], id="comma"),
+        pytest.param("###,\nUser:", ["###", "\nUser:"], id="two"),
+        pytest.param("a,,b,", ["a", "b"], id="empty ones"),
+        pytest.param(" User, Bot ", [" User", " Bot "], id="spaces"),
+        pytest.param(r"a\,b", ["a,b"], id="comma that is escaped"),
+        pytest.param(r"a\\,b", ["a\\", "b"], id="backslash that is escaped"),
+        pytest.param(r"a\\\,b", [r"a\,b"], id="backslash and comma that are escaped"),
+        pytest.param(r"\n,\t", [r"\n", r"\t"], id="other letters behind backslashes"),
+        pytest.param("a\\", ["a\\"], id="backslash at the end"),
+    ],
+)
 def test_a_list_of_stop_sequences(text: str | None, stops: list[str]) -> None:
     assert parse_stop_sequences(text) == tuple(stops)
 
