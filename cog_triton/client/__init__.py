@@ -2,6 +2,7 @@
 
     stream.py          the interface: a client, its streams, their responses, Triton's errors
     grpc_transport.py  over gRPC, on one long stream
+    connections.py     the connections, made when they are needed
     connection.py      bytes: HTTP/2 and its calls, on h2
     demultiplexer.py   from messages to the frames of each request
     messages.py        the requests and responses of that

@@ -20,7 +20,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -37,10 +37,10 @@ from cog_triton.client.connection import (
     ConnectionUnusable,
     UnreadableMessage,
 )
+from cog_triton.client.connections import CLOSED, Connections, unreachable
 from cog_triton.client.demultiplexer import GAP_SECONDS, Demultiplexer
 from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse
 from cog_triton.client.stream import (
-    CLOSED,
     Arrivals,
     Inputs,
     TensorOutputs,
@@ -56,9 +56,9 @@ from cog_triton.protocol.names import (
     Parameters,
 )
 
-CONNECT_SECONDS = 10.0
 INFER = "ModelStreamInfer"
-LARGE_BYTES = 65_535  # what a server takes of a message before it has read any
+# What a server takes of a message before it has read any.
+LARGE_BYTES = 65_535
 UNFINISHED = "Triton closed the stream before the last response"
 
 Reply = TypeVar("Reply", bound=ProtobufMessage)
@@ -74,22 +74,16 @@ class _Sent:
 
 
 class GrpcClient(TritonClient):
-    """See ``TritonClient``. Calls share connections, which are made when they are needed.
-
-    One is enough, unless what is between here and Triton limits the calls of a connection at one time, or
-    asks to leave one (GOAWAY): what a connection does not take goes on another.
-    """
+    """See ``TritonClient``. Calls share connections, see ``connections.py``."""
 
     def __init__(self, address: str, *, response_timeout: float = math.inf) -> None:
         """Connect to nothing yet; the address is host:port of Triton's gRPC endpoint."""
         super().__init__(response_timeout)
-        self._address = address
-        self._connections: list[Connection] = []
-        self._attempt: asyncio.Task[Connection] | None = None  # to connect
-        self._disconnected = False
+        self._connections = Connections(address)
         self._reader = uuid4().hex
         self._demultiplexer = Demultiplexer()
-        self._sent: dict[int, _Sent] = {}  # by sequence, until they are closed
+        # By sequence, until they are closed.
+        self._sent: dict[int, _Sent] = {}
         self._stream: Call | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
 
@@ -102,7 +96,8 @@ class GrpcClient(TritonClient):
         def end(_: Call, reason: CallEnd) -> None:
             arrivals.end(_unavailable(reason, blameless=reason.blameless))
 
-        call = await self._open(method, {}, arrivals.add, end)
+        connection = await self._connections.with_room()
+        call = _open(connection, method, {}, arrivals.add, end)
         call.write(request.SerializeToString())
         call.half_close()
 
@@ -131,60 +126,6 @@ class GrpcClient(TritonClient):
                 arrivals.complete = is_final(responses[-1])
                 yield responses
 
-    async def _open(
-        self, method: str, headers: dict[str, str], on_message: Any, on_end: Any
-    ) -> Call:
-        connection = self._connection_with_room()
-        while connection is None:
-            await self._connect()
-            connection = self._connection_with_room()
-        return _open_on(connection, method, headers, on_message, on_end)
-
-    def _connection_with_room(self) -> Connection | None:
-        """Return a connection that takes a call, if there is one."""
-        if self._disconnected:
-            raise errors.blameless(errors.TritonUnavailable(CLOSED))
-        self._connections = [each for each in self._connections if not each.closed]
-        for connection in self._connections:
-            if connection.has_room:
-                return connection
-        return None
-
-    async def _connect(self) -> None:
-        """Wait for a new connection, or raise TritonUnavailable.
-
-        All requests that need one wait for the same attempt. If packets are dropped on the way to Triton,
-        each waits for one time-out, and not for those of the requests before it.
-        """
-        if self._attempt is None:
-            self._attempt = asyncio.create_task(self._add_connection())
-            self._attempt.add_done_callback(self._end_attempt)
-        attempt = self._attempt
-        await asyncio.wait([attempt])  # a request that is cancelled here leaves it to the others
-        if attempt.cancelled():
-            raise errors.blameless(errors.TritonUnavailable(CLOSED))
-        error = attempt.exception()
-        if isinstance(error, (OSError, asyncio.TimeoutError)):
-            raise _unreachable(str(error) or f"no connection in {CONNECT_SECONDS:g} s")
-        connection = attempt.result()
-        if not connection.takes_calls:  # otherwise the callers would connect again and again
-            raise _unreachable("a new connection was closed at once")
-
-    async def _add_connection(self) -> Connection:
-        host, _, port = self._address.rpartition(":")
-        loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(
-            partial(Connection, self._address), host.strip("[]"), int(port)
-        )
-        _, connection = await asyncio.wait_for(connecting, CONNECT_SECONDS)
-        self._connections.append(connection)
-        return connection
-
-    def _end_attempt(self, attempt: "asyncio.Task[Connection]") -> None:
-        self._attempt = None
-        if not attempt.cancelled():
-            attempt.exception()  # those who wait raise it; without any, asyncio would log it
-
     # The long stream
 
     async def _send(
@@ -200,7 +141,7 @@ class GrpcClient(TritonClient):
         try:
             if is_alone:
                 headers = {} if traceparent is None else {TRACEPARENT: str(traceparent)}
-                call = await self._open_stream(headers)
+                call = self._open_stream(await self._connections.with_room(), headers)
             else:
                 call = await self._shared_stream()
         except BaseException:
@@ -215,16 +156,16 @@ class GrpcClient(TritonClient):
         return arrivals
 
     async def _shared_stream(self) -> Call:
-        while self._stream is None or not self._stream.can_write:
-            connection = self._connection_with_room()
-            if connection is None:
-                await self._connect()  # another request may open the stream meanwhile
-            else:
-                self._stream = _open_on(connection, INFER, {}, self._receive, self._end_call)
+        """Return the stream; open it if there is none that takes requests."""
+        if self._stream is None or not self._stream.can_write:
+            connection = await self._connections.with_room()
+            # Another request may have opened it meanwhile.
+            if self._stream is None or not self._stream.can_write:
+                self._stream = self._open_stream(connection, {})
         return self._stream
 
-    async def _open_stream(self, headers: dict[str, str]) -> Call:
-        return await self._open(INFER, headers, self._receive, self._end_call)
+    def _open_stream(self, connection: Connection, headers: dict[str, str]) -> Call:
+        return _open(connection, INFER, headers, self._receive, self._end_call)
 
     def _receive(self, message: bytes) -> None:
         try:
@@ -288,27 +229,12 @@ class GrpcClient(TritonClient):
         return TensorOutputs(flat_outputs(response), is_final(response))
 
     async def _disconnect(self) -> None:
-        self._disconnected = True
-        if self._attempt is not None:
-            self._attempt.cancel()
-            await asyncio.wait([self._attempt])
-        for connection in self._connections:
-            connection.close(CLOSED)
+        self._connections.close(CLOSED)
         if self._gap_timer is not None:
             self._gap_timer.cancel()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _open_on(
-    connection: Connection, method: str, headers: dict[str, str], on_message: Any, on_end: Any
-) -> Call:
-    path = f"/inference.GRPCInferenceService/{method}"
-    try:
-        return connection.open(path, headers, on_message, on_end)
-    except ConnectionUnusable as error:
-        raise _unreachable(str(error)) from None
 
 
 def _unavailable(reason: CallEnd, *, blameless: bool) -> errors.TritonUnavailable:
@@ -317,7 +243,16 @@ def _unavailable(reason: CallEnd, *, blameless: bool) -> errors.TritonUnavailabl
     return error
 
 
-def _unreachable(problem: str) -> errors.TritonUnavailable:
-    error = errors.TritonUnavailable(f"Triton cannot be reached: {problem}")
-    error.blameless = True
-    return error
+def _open(
+    connection: Connection,
+    method: str,
+    headers: dict[str, str],
+    on_message: Callable[[bytes], None],
+    on_end: Callable[[Call, CallEnd], None],
+) -> Call:
+    """Begin a call, or raise TritonUnavailable."""
+    path = f"/inference.GRPCInferenceService/{method}"
+    try:
+        return connection.open(path, headers, on_message, on_end)
+    except ConnectionUnusable as error:
+        raise unreachable(str(error)) from None

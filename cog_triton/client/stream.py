@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton import errors
+from cog_triton.client.connections import CLOSED as CLOSED
 from cog_triton.protocol.frames import Frame
 from cog_triton.protocol.log_probs import (
     TokenLogProb,
@@ -36,7 +37,6 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 Outputs = Mapping[str, list[Any]]  # each flat
 T = TypeVar("T")
 
-CLOSED = "the connection was closed before the last response"
 STOP_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds after a stop request; the last one repeats
 STOP_SECONDS = 5.0  # for one stop request, and again for the end of a stream that it was to stop
 NO_LOG_PROBS = "a response lacks the log probabilities of its ids"

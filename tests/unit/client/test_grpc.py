@@ -17,7 +17,7 @@ from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 from tritonclient.grpc import service_pb2 as messages
 
-from cog_triton.client import connection, demultiplexer, grpc_transport
+from cog_triton.client import connection, connections, demultiplexer, grpc_transport
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.stream import Arrivals
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
@@ -122,7 +122,7 @@ class ClosedTransport(asyncio.Transport):
 async def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
     async with serving() as client:
         await ask(client, "wait")
-        (used,) = client._connections
+        (used,) = client._connections.all
         transport, used._transport = used._transport, ClosedTransport()
         stream = await ask(client, "echo", b"hello")
         transport.abort()
@@ -287,7 +287,7 @@ async def test_a_graceful_goaway_lets_calls_end_and_sends_new_ones_elsewhere() -
         assert [await stream.take() for stream in streams] == [[b"begun"]] * 8
         (leaving,) = peers
         leaving.goaway(GRACEFUL)
-        (used,) = client._connections
+        (used,) = client._connections.all
         while used.usable:
             await asyncio.sleep(0)
         new = await ask(client, "echo")
@@ -333,6 +333,11 @@ class Requests:
                 if (request.model_name, request.id) == (model, name):
                     return number
         return None
+
+    def stream_calls(self) -> list[int]:
+        """The calls of ModelStreamInfer."""
+        headers = self.peer.headers
+        return [n for n in headers if headers[n][b":path"].endswith(b"ModelStreamInfer")]
 
     def address_of(self, name: str) -> FrameAddress:
         """Where a request wants its frames."""
@@ -556,7 +561,7 @@ async def test_requests_wait_together_for_a_peer_that_drops_packets(
     is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request waits for one time-out, and not for those of the requests before it."""
-    monkeypatch.setattr(grpc_transport, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "CONNECT_SECONDS", 0.5)
     count = 20
 
     def request(client: GrpcClient) -> Awaitable[Any]:
@@ -578,11 +583,11 @@ async def test_requests_wait_together_for_a_peer_that_drops_packets(
 
 async def test_a_peer_that_closes_each_connection_at_once_is_unavailable() -> None:
     """As a proxy does whose server is down; the client must not connect again and again."""
-    connections = 0
+    count = 0
 
     async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
+        nonlocal count
+        count += 1
         writer.close()
 
     async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
@@ -594,7 +599,7 @@ async def test_a_peer_that_closes_each_connection_at_once_is_unavailable() -> No
             if arrivals is not None:  # the loss came behind the request
                 with pytest.raises(TritonUnavailable):
                     await arrivals.take()
-    assert connections == 1
+    assert count == 1
 
 
 async def test_a_client_that_closes_while_it_connects_waits_for_nothing() -> None:
@@ -603,7 +608,33 @@ async def test_a_client_that_closes_while_it_connects_waits_for_nothing() -> Non
         requests = [asyncio.create_task(client._send(IDS_ENSEMBLE, "a", {})) for _ in range(3)]
         await asyncio.sleep(0)
         requests[0].cancel()  # its end must not end the attempt of the others
-        await asyncio.wait_for(client.aclose(), grpc_transport.CONNECT_SECONDS / 2)
+        await asyncio.wait_for(client.aclose(), connections.CONNECT_SECONDS / 2)
         results = await asyncio.gather(*requests, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert [type(error) for error in results[1:]] == [TritonUnavailable] * 2
+
+
+async def test_a_connection_that_is_not_made_holds_up_no_running_request() -> None:
+    async with peers_serving(100) as (client, peers):
+        requests = Requests(client, peers)
+        (running,) = await requests.ask("running")
+        own_call = await ask(client, "echo")
+        assert await own_call.take() == [b"begun"]
+        requests.peer.h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: 2})
+        requests.peer.flush()
+        (used,) = client._connections.all
+        while used.has_room:
+            await asyncio.sleep(0)
+        with full_listener() as address:
+            client._connections.address = address
+            waiting = asyncio.create_task(ask(client, "echo"))
+            assert not (await asyncio.wait([waiting], timeout=0.2))[0]
+            # Requests on the stream go on, and so does a call for which there is room again.
+            await requests.ask("other")
+            (number,) = requests.stream_calls()
+            requests.peer.answer(number, requests.frame("running", 0, 7))
+            assert [frame.ids for frame in await taken(running)] == [[7]]
+            own_call.close()
+            again = await asyncio.wait_for(ask(client, "echo"), 5)
+            assert await asyncio.wait_for(again.take(), 5) == [b"begun"]
+            waiting.cancel()
