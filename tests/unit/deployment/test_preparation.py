@@ -20,7 +20,6 @@ from cog_triton.deployment.template_variables import context_length, template_va
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
-from tests.support import load_cases
 
 
 @pytest.mark.parametrize("engine", ["tensorrtllm", "vllm"])
@@ -247,8 +246,60 @@ def test_a_checkpoint_that_is_left_to_the_loader(tmp_path: Path) -> None:
     check_files(llm)
 
 
-@pytest.mark.parametrize("case", load_cases(__file__, "engines.yaml")["context_lengths"])
-def test_the_context_length(case: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(case["config"])
+@pytest.mark.parametrize(
+    ("config", "values", "length"),
+    [
+        pytest.param('{"max_position_embeddings": 2048}', {}, 2048, id="of the model"),
+        pytest.param(
+            '{"text_config": {"max_position_embeddings": 4096}}',
+            {},
+            4096,
+            id="of the model's part for texts",
+        ),
+        pytest.param('{"max_position_embeddings": null}', {}, None, id="null"),
+        pytest.param("no JSON", {}, None, id="no JSON"),
+        pytest.param("[]", {}, None, id="no object"),
+        pytest.param(
+            '{"max_position_embeddings": 2048}',
+            {"max_seq_len": 100},
+            100,
+            id="max_seq_len below the model's",
+        ),
+        pytest.param(
+            '{"max_position_embeddings": 2048}',
+            {"max_seq_len": "9999"},
+            2048,
+            id="max_seq_len above the model's",
+        ),
+        pytest.param(
+            '{"max_position_embeddings": 2048}',
+            {"engine": "simulated"},
+            None,
+            id="simulated engine",
+        ),
+        pytest.param(
+            '{"max_position_embeddings": 2048}',
+            {"llm_api_config": "/more.yaml"},
+            None,
+            id="file of the LLM API",
+        ),
+        pytest.param(
+            '{"max_position_embeddings": 2048}',
+            {"model": "org/name"},
+            None,
+            id="model that is not here",
+        ),
+        pytest.param(
+            '{"build_config": {"max_seq_len": 3000}}',
+            {"triton_backend": "tensorrtllm"},
+            3000,
+            id="built engine",
+        ),
+    ],
+)
+def test_the_context_length(
+    config: str, values: dict[str, Any], length: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(config)
     directories = {"model": str(tmp_path), "engine_dir": str(tmp_path)}
-    assert context_length({**directories, **case["values"]}) == case["length"]
+    assert context_length({**directories, **values}) == length

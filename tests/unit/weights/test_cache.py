@@ -15,28 +15,59 @@ from typing import Any
 import pytest
 
 from cog_triton.weights.download import TRIES
-from tests.support import ROOT, load_cases, run_until_killed
+from tests.support import ROOT, run_until_killed
 from tests.unit.weights.support import FILES, OTHER, SAME_SIZE, Site, contents, refused, tar
 
-SERVERS = load_cases(__file__, "servers.yaml")
+DATE = "Mon, 01 Jan 2024 00:00:00 GMT"
+LATER = "Mon, 01 Jan 2024 00:00:01 GMT"
 
 
-@pytest.mark.parametrize("case", SERVERS["current"])
-def test_a_current_copy_is_used_at_once(case: dict[str, Any], site: Site) -> None:
-    site.serve(**case["served"])
+@pytest.mark.parametrize(
+    ("how", "statuses"),
+    [
+        pytest.param({}, [200, 304], id="ETag"),
+        pytest.param(
+            {"conditional": False}, [200, 200], id="ETag that the server does not compare"
+        ),
+        pytest.param({"etag": None, "modified": DATE}, [200, 200], id="date"),
+        pytest.param({"etag": 'W/"1"'}, [200, 304], id="weak ETag"),
+    ],
+)
+def test_a_current_copy_is_used_at_once(
+    how: dict[str, Any], statuses: list[int], site: Site
+) -> None:
+    """``how`` the file is served has fields of Served."""
+    site.serve(**how)
     found = site.fetch()
     before = (found / "config.json").stat()
     assert site.fetch() == found
-    assert site.statuses == case["statuses"]
+    assert site.statuses == statuses
     assert (found / "config.json").stat().st_ino == before.st_ino
     assert site.left() == set()
 
 
-@pytest.mark.parametrize("case", SERVERS["changed"])
-def test_what_may_have_changed_is_fetched_again(case: dict[str, Any], site: Site) -> None:
-    site.serve(**case["before"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param({"etag": '"1"'}, {"etag": '"2"'}, id="another ETag"),
+        pytest.param({"etag": '"1"'}, {"etag": None}, id="no ETag any more"),
+        pytest.param(
+            {"etag": None, "modified": DATE}, {"etag": None, "modified": LATER}, id="later date"
+        ),
+        pytest.param(
+            {"etag": None, "modified": DATE},
+            {"etag": '"2"', "modified": DATE},
+            id="ETag beside the date",
+        ),
+        pytest.param({"etag": None}, {"etag": None}, id="neither"),
+    ],
+)
+def test_what_may_have_changed_is_fetched_again(
+    before: dict[str, Any], after: dict[str, Any], site: Site
+) -> None:
+    site.serve(**before)
     first = site.fetch()
-    site.serve(tar(SAME_SIZE), **case["after"])
+    site.serve(tar(SAME_SIZE), **after)
     second = site.fetch()
     assert contents(second) == SAME_SIZE
     assert first != second

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, create_autospec
 
 import huggingface_hub
@@ -20,41 +19,94 @@ from huggingface_hub import errors as hub_errors
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights.cache import display_url, fetch, local_path
 from cog_triton.weights.hub import UNUSED_FORMATS
-from tests.support import load_cases
 from tests.unit.weights.support import FILES, OTHER, contents, refused, tar
-
-CASES = load_cases(__file__, "sources.yaml")
-
-
-@pytest.mark.parametrize("case", CASES["paths"])
-def test_paths(case: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/h")
-    assert local_path(case["source"]) == Path(case["path"])
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES["refused"], {"source": "x" * 5000, "problem": "File name too long"}]
+    ("source", "path"),
+    [
+        pytest.param("/a/b", "/a/b", id="absolute path"),
+        pytest.param("a/b", "a/b", id="relative path"),
+        pytest.param("file:///a/b%20c", "/a/b c", id="URL of a file, escaped"),
+        pytest.param("file://localhost/a", "/a", id="URL of a file, of this machine"),
+        pytest.param("FILE:/a", "/a", id="URL of a file, in short"),
+        pytest.param("~/a", "/h/a", id="home directory"),
+        pytest.param("~no-such-user-xyz/a", "~no-such-user-xyz/a", id="home directory of nobody"),
+    ],
+)
+def test_paths(source: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    assert local_path(source) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        pytest.param(
+            "s3://bucket/m.tar",
+            r"cannot be fetched from s3:// URLs; use an https:// URL \(for a bucket",
+            id="S3",
+        ),
+        pytest.param("ftp://u:secret@h/m.tar", "fetched from ftp://", id="FTP"),
+        pytest.param("file://other/m.tar", "another machine", id="file of another machine"),
+        pytest.param("http://", "malformed", id="no host"),
+        pytest.param("https:///m.tar?secret", "malformed", id="no host, but a path"),
+        pytest.param("http://h:secret/m.tar", "malformed", id="password for a port"),
+        pytest.param("http://[secret/m.tar", "malformed", id="bracket that is not closed"),
+        pytest.param("no such thing", "a URL, or a Hugging Face id", id="words"),
+        pytest.param("a/b/c", "a URL, or a Hugging Face id", id="path that is not there"),
+        pytest.param("gpt2", "a URL, or a Hugging Face id", id="id without an organization"),
+        pytest.param("empty", "is empty", id="empty directory"),
+        pytest.param("pipe", "neither a file nor a directory", id="pipe"),
+        pytest.param("x" * 5000, "File name too long", id="too long a name"),
+    ],
 )
 def test_what_is_no_source(
-    case: dict[str, str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, problem: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Errors show no secret."""
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
-    with refused(case["problem"]):
-        fetch(case["source"], cache=cache)
+    with refused(problem):
+        fetch(source, cache=cache)
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("case", CASES["checksums"])
-def test_a_checksum_that_is_none_or_has_no_file(case: dict[str, str], cache: Path) -> None:
-    with refused(case["problem"]):
-        fetch(case["source"], cache=cache, checksum=case["checksum"])
+ZEROS = "0" * 64
 
 
-@pytest.mark.parametrize("case", CASES["shown"])
-def test_a_url_is_shown_without_its_secrets(case: dict[str, str]) -> None:
-    assert display_url(case["url"]) == case["shown"]
+@pytest.mark.parametrize(
+    ("source", "checksum", "problem"),
+    [
+        pytest.param("m.tar", "aaaaaaaaaaaaaaaa", "64 hexadecimal digits", id="too short"),
+        pytest.param("m.tar", "g" + "0" * 63, "64 hexadecimal digits", id="other letters"),
+        pytest.param("m.tar", "sha256:", "64 hexadecimal digits", id="only its kind"),
+        pytest.param(".", ZEROS, "is not a tar file", id="directory"),
+        pytest.param("org/name", ZEROS, "is not a tar file", id="Hugging Face id"),
+    ],
+)
+def test_a_checksum_that_is_none_or_has_no_file(
+    source: str, checksum: str, problem: str, cache: Path
+) -> None:
+    with refused(problem):
+        fetch(source, cache=cache, checksum=checksum)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        pytest.param("https://h/a/m.tar", "https://h/a/m.tar", id="no secrets"),
+        pytest.param(
+            "https://user:pass@h:1/m.tar?X-Amz-Signature=s#f",
+            "https://h:1/m.tar",
+            id="user, query and fragment",
+        ),
+        pytest.param("https://user:p@ss@h/m.tar", "https://h/m.tar", id="password with an at sign"),
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
+    assert display_url(url) == shown
 
 
 def test_a_directory_is_returned_as_it_is_and_comes_before_a_hub_id(
@@ -125,25 +177,45 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     return download
 
 
-@pytest.mark.parametrize("case", CASES["ids"])
-def test_a_hub_id(case: dict[str, Any], hub: Mock, cache: Path) -> None:
-    assert str(fetch(case["source"], cache=cache, token="hf_secret")) == hub.return_value
-    given = {"revision": case["revision"], "token": "hf_secret"}
-    hub.assert_called_once_with(case["name"], **given, ignore_patterns=[*UNUSED_FORMATS])
+@pytest.mark.parametrize(
+    ("source", "name", "revision"),
+    [
+        pytest.param("org/name", "org/name", None, id="name"),
+        pytest.param("org/na.me-1_b@main", "org/na.me-1_b", "main", id="name with a branch"),
+        pytest.param("org/name@refs/pr/1", "org/name", "refs/pr/1", id="name with a pull request"),
+    ],
+)
+def test_a_hub_id(source: str, name: str, revision: str | None, hub: Mock, cache: Path) -> None:
+    assert str(fetch(source, cache=cache, token="hf_secret")) == hub.return_value
+    hub.assert_called_once_with(
+        name, revision=revision, token="hf_secret", ignore_patterns=[*UNUSED_FORMATS]
+    )
     assert not cache.exists()
 
 
-def hub_error(case: dict[str, Any]) -> tuple[Exception, str]:
-    response = Mock(status_code=case.get("status"), headers={})
-    given = {"response": response} if "status" in case else {}
-    return getattr(hub_errors, case["error"])("hf_secret", **given), case["problem"]
+def hub_error(kind: type[Exception], status: int | None = None) -> Exception:
+    """An error of huggingface_hub, which has a response where it has a status."""
+    if status is None:
+        return kind("hf_secret")
+    response_error: Callable[..., Exception] = kind
+    return response_error("hf_secret", response=Mock(status_code=status, headers={}))
 
 
 # The HTTP library of huggingface_hub is another from its release 1 on.
 HTTP_LIBRARY = sys.modules[hub_errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
 NO_ROUTE = getattr(HTTP_LIBRARY, "ConnectError", None) or HTTP_LIBRARY.ConnectionError
 HUB_ERRORS = [
-    *map(hub_error, CASES["hub"]),
+    (hub_error(hub_errors.GatedRepoError, 403), "is gated: accept"),
+    (
+        hub_error(hub_errors.RepositoryNotFoundError, 401),
+        "not a local directory, and its Hugging Face repository does not exist",
+    ),
+    (hub_error(hub_errors.RevisionNotFoundError, 404), "has no such revision"),
+    (hub_error(hub_errors.HfHubHTTPError, 401), "check the token"),
+    (hub_error(hub_errors.HfHubHTTPError, 503), "answered HTTP 503"),
+    (hub_error(hub_errors.LocalEntryNotFoundError), "is unreachable or turned off"),
+    (hub_error(hub_errors.OfflineModeIsEnabled), "is unreachable or turned off"),
+    (hub_error(hub_errors.HFValidationError), "not a valid Hugging Face id"),
     (NO_ROUTE("hf_secret"), "could not be fetched from Hugging Face: Connect(ion)?Error"),
     (OSError(errno.ENOSPC, "hf_secret"), "not enough disk space .* HF_HOME"),
     (OSError("hf_secret"), "could not be fetched from Hugging Face: OSError"),

@@ -12,7 +12,6 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights.cache import unpack
-from tests.support import load_cases
 from tests.unit.weights.support import Site, contents, entry, refused, tar, tar_of, unpacked
 
 
@@ -53,13 +52,50 @@ def test_zstd_is_refused_before_the_download(path: str, site: Site) -> None:
     assert site.requests == []
 
 
-UNSAFE = load_cases(__file__, "members.yaml")
-
-
-@pytest.mark.parametrize("members", UNSAFE.values(), ids=UNSAFE.keys())
-def test_an_unsafe_member_is_refused(members: list[list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "members",
+    [
+        pytest.param([entry("file", "../x")], id="parent"),
+        pytest.param([entry("file", "a/../../x")], id="inner parent"),
+        pytest.param([entry("directory", "../d")], id="directory"),
+        pytest.param([entry("symlink", "s", "/etc/passwd")], id="absolute symlink"),
+        pytest.param([entry("symlink", "s", "../x")], id="symlink out"),
+        pytest.param([entry("symlink", "a/s", "../../x")], id="deep symlink out"),
+        pytest.param(
+            [entry("symlink", "s", "a/b/up/.."), entry("symlink", "a/b/up", "../..")],
+            id="symlink up by a later link",
+        ),
+        pytest.param(
+            [entry("directory", "d"), entry("symlink", "s", "d"), entry("file", "s/x")],
+            id="file through a link",
+        ),
+        pytest.param(
+            [entry("symlink", "s", "d"), entry("file", "s")], id="file in place of a link"
+        ),
+        pytest.param(
+            [entry("symlink", "s", "d"), entry("directory", "s")], id="directory in place of a link"
+        ),
+        pytest.param([entry("hardlink", "h", "/etc/passwd")], id="absolute hardlink"),
+        pytest.param([entry("hardlink", "h", "../x")], id="hardlink out"),
+        pytest.param([entry("hardlink", "h", "x")], id="hardlink to nothing"),
+        pytest.param(
+            [entry("symlink", "a/b/s", "../../x"), entry("hardlink", "h", "a/b/s")],
+            id="hardlink to a link",
+        ),
+        pytest.param([entry("file", "x"), entry("file", "x/y")], id="file through a file"),
+        pytest.param(
+            [entry("directory", "d"), entry("file", "d")], id="file in place of a directory"
+        ),
+        pytest.param([entry("character device", "d")], id="character device"),
+        pytest.param([entry("block device", "d")], id="block device"),
+        pytest.param([entry("pipe", "d")], id="pipe"),
+    ],
+)
+def test_an_unsafe_member_is_refused(
+    members: list[tuple[tarfile.TarInfo, bytes]], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigurationError):
-        unpacked(tmp_path, tar_of(entry("file", "ok"), *[entry(*member) for member in members]))
+        unpacked(tmp_path, tar_of(entry("file", "ok"), *members))
     (kept,) = (tmp_path / "cache").iterdir()
     assert list(kept.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"m.tar", "cache"}
