@@ -1,57 +1,60 @@
-"""An engine that makes tokens at a set pace without a model, for tests and for sizing a deployment.
+"""An engine that generates tokens at a set pace without a model, for tests and for sizing a deployment.
 
-docs/measuring.md has what the costs stand for on a real engine. The tokens are those of a text, from a
-place that depends on the prompt: the same prompt always gives the same tokens, and every token is certain.
+docs/measuring.md explains what the costs correspond to on a real engine. The tokens are those of a text,
+from a place that depends on the prompt: the same prompt always gives the same tokens, and every token is
+certain.
 """
 
 import asyncio
 import sys
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-import tokenizers
-
-from cog_triton.engines import base
-from cog_triton.engines.base import GenerationRequest, Step
+from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, Step, TokenLogProb
 from cog_triton.engines.event_loop import EventLoopEngine, Steps
+from cog_triton.engines.simulated_text import text_ids
 from cog_triton.errors import EngineUnavailable
-from cog_triton.text.tokenizer import load_tokenizer
 
 DEFAULT_CONTEXT_LENGTH = 131_072
-TICK = 0.0005  # seconds; the loop's timers are rounded to 0.001
-BURST = 32  # most tokens of one sequence in one step, so that the others get theirs in between
-VOCABULARY_TOKENS = 256  # that are repeated where the tokenizer does not know the text
-SPARED_TOKENS = 2  # a request for so few never fails: the warm-up of a setup is one
-
-TEXT = (
-    "A simulated engine needs no model and no GPU. It reads these sentences again and again, at the "
-    "pace it was told, so that everything around an engine can be measured: the ensemble, the "
-    "network, the predictor. Il sait même écrire en français, auf Deutsch mit ä, ö und ü, 和中文,"
-    "日本語も、and with emoji 🚀🙂. "
-)
+# Seconds by which an event may be early: the loop's timers are rounded to a millisecond.
+TICK = 0.0005
+# The limit of tokens of one sequence in one step, so that the others get their tokens in between.
+BURST = 32
+# A request for at most this many tokens never fails: the warm-up of a setup is one.
+SPARED_TOKENS = 2
 
 FailureKind = Literal["error", "stall", "refuse"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    prefill: float = 0.0  # seconds from a prompt's prefill to its first token; they overlap
-    prefill_rate: float = 0.0  # prompt tokens a second, one prompt after another; 0 is no limit
-    inter_token: float = 0.0  # seconds between two tokens of a request
-    max_batch: int = 0  # requests that run at once, others wait for a slot; 0 is no limit
-    steps: bool = True  # all running requests get their tokens at the same moments
+    """What a request costs.
+
+    Attributes:
+        prefill: seconds from a prompt's prefill to its first token; these times overlap.
+        prefill_rate: prompt tokens a second, one prompt after another; 0 is no limit.
+        inter_token: seconds between two tokens of a request.
+        max_batch: the number of requests that run at once, while others wait; 0 is no limit.
+        steps: all running requests get their tokens at the same moments.
+    """
+
+    prefill: float = 0.0
+    prefill_rate: float = 0.0
+    inter_token: float = 0.0
+    max_batch: int = 0
+    steps: bool = True
 
 
 @dataclass(frozen=True)
 class Failure:
+    """How a request fails, and after how many tokens."""
+
     kind: FailureKind
-    after: int  # tokens
+    after: int
 
 
 @dataclass(frozen=True)
@@ -77,28 +80,38 @@ class Failures:
         if max_tokens <= SPARED_TOKENS or draw() >= self.rate:
             return None
         kind = self.kinds[int(draw() * len(self.kinds))]
-        return Failure(kind, max(0, 1 + int(draw() * (max_tokens - 1)) - request.continued))
+        after = 1 + int(draw() * (max_tokens - 1))
+        return Failure(kind, max(0, after - request.continued))
 
 
 class _Slots:
-    """Slots, first come, first served. Each is free from when its last user was due to leave it."""
+    """Slots, first come, first served. A slot becomes free when its user was due to leave it."""
 
     def __init__(self, count: int) -> None:
         self._semaphore = asyncio.Semaphore(count)
-        self._free: deque[float] = deque()  # the times from which on slots are free, if not always
+        # When each slot that was used became free.
+        self._free: deque[float] = deque()
 
     async def acquire(self, at: float) -> float:
-        """Wait for a slot; return the time from which on it is the caller's, who wants it at ``at``."""
+        """Wait for a slot that is wanted from the time ``at`` on; return the time when it is free."""
         await self._semaphore.acquire()
         return max(at, self._free.popleft() if self._free else 0.0)
 
     def release(self, at: float) -> None:
+        """Leave a slot that is free from the time ``at`` on, or from now on if that is earlier."""
         self._free.append(min(at, monotonic()))
         self._semaphore.release()
 
 
+@dataclass
+class _Schedule:
+    """When the next event of a request is due, by the monotonic clock."""
+
+    due: float
+
+
 class SimulatedEngine(EventLoopEngine):
-    """Makes tokens by the clock; one that is late counts as on time for those after it."""
+    """Generates tokens by the clock. A late token counts as on time for those after it."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
@@ -112,17 +125,21 @@ class SimulatedEngine(EventLoopEngine):
     ) -> None:
         """Start the engine's thread; ``token_ids`` is generated again and again."""
         self.context_length = context_length
-        self._costs, self._failures, self._length = costs, failures, len(token_ids)
-        # So that any BURST tokens are one slice.
+        self._costs = costs
+        self._failures = failures
+        self._length = len(token_ids)
+        # Extended, so that any BURST tokens are one slice.
         self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
-        self._origin, self._decoding = 0.0, 0  # of the steps; the requests that share them
+        # Requests that get their tokens with the same steps: their number, and the time of a step.
+        self._decoding = 0
+        self._origin = 0.0
         self._slots = _Slots(costs.max_batch or sys.maxsize)
         self._prefills = _Slots(1)
         super().__init__("simulated-engine")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> "SimulatedEngine":
-        """Build it from the tensorrt_llm model's parameters; a ValueError says what is wrong with them."""
+        """Build it from the parameters of the model tensorrt_llm; raise ValueError for wrong ones."""
 
         def number(name: str) -> float:
             return float(parameters.get(f"simulated_{name}", 0))
@@ -136,140 +153,137 @@ class SimulatedEngine(EventLoopEngine):
         )
         kinds = tuple(parameters.get("simulated_failures", "error").split(","))
         failures = Failures(number("failure_rate"), cast("tuple[FailureKind, ...]", kinds))
-        length = int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH))
-        return cls(_text_ids(parameters), costs, failures, context_length=length)
+        return cls(
+            text_ids(parameters),
+            costs,
+            failures,
+            context_length=int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH)),
+        )
 
     def steps(self, request: GenerationRequest) -> Steps:
         failure = self._failures.of(request) if self._failures.rate else None
         if failure is not None and failure.kind == "refuse":
             # TensorRT-LLM's wording, which clients know.
-            text = "Maximum queue size of 0 has been reached, please try again later"
-            raise EngineUnavailable(f"{text} (simulated_failure_rate)")
+            raise EngineUnavailable(
+                "Maximum queue size of 0 has been reached, please try again later "
+                "(simulated_failure_rate)"
+            )
         return self._generate(request, failure, monotonic())
 
     async def _generate(
         self, request: GenerationRequest, failure: Failure | None, arrival: float
     ) -> Steps:
-        at, decoding = await self._slots.acquire(arrival), 0  # when the next event is due
+        """Wait for a slot, for the prefill, and then for each step of the tokens."""
+        schedule = _Schedule(await self._slots.acquire(arrival))
+        decodes = False
         try:
-            if rate := self._costs.prefill_rate:
-                at = await self._prefills.acquire(at)
-                try:
-                    at += len(request.input_ids) / rate
-                    await _sleep_until(at)
-                finally:
-                    self._prefills.release(at)
-            at, decoding = self._joined(at + self._costs.prefill), 1
+            await self._prefill(request, schedule)
+            self._join_steps(schedule)
+            decodes = True
             place = sum(_prompt(request)) + request.continued
-            end = request.max_tokens if failure is None else failure.after
-            made, finished, pace = 0, False, self._costs.inter_token
+            limit = request.max_tokens if failure is None else failure.after
+            made = 0
+            finished = False
             while not finished:
-                await _sleep_until(at)
-                if failure is not None and made == end:
-                    if failure.kind == "stall":  # the slot is kept
+                await _sleep_until(schedule.due)
+                if failure is not None and made == limit:
+                    if failure.kind == "stall":
+                        # The slot is kept.
                         await asyncio.get_running_loop().create_future()
-                    text = f"a simulated failure after {made} tokens (simulated_failure_rate)"
-                    yield Step(finished=True, error=EngineUnavailable(text))
+                    yield Step(finished=True, error=_simulated_failure(made))
                     return
-                # Without a pace, twice as many each time: the first token comes alone and at once.
-                due = 1 + int(max(0.0, monotonic() + TICK - at) / pace) if pace else max(1, made)
+                count = min(self._tokens_due(made, schedule.due), BURST, limit - made)
                 begin = (place + made) % self._length
-                ids = self._text[begin : begin + min(due, BURST, end - made)]
-                ended = False
-                for place_in_step, token in enumerate(ids):
-                    counts = made + place_in_step >= request.sampling.min_tokens
-                    if counts and token in request.end_ids:
-                        ids = ids[: place_in_step + 1]
-                        ended = True
-                        break
+                ids = self._text[begin : begin + count]
+                end = _end_among(ids, request, made)
+                if end is not None:
+                    ids = ids[: end + 1]
                 made += len(ids)
-                finished = ended or made == request.max_tokens
-                at += (len(ids) - finished) * pace
-                asked, top = ids if request.return_log_probs else (), request.top_log_probs
-                yield Step(ids, [base.TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)
+                finished = end is not None or made == request.max_tokens
+                passed = len(ids) - 1 if finished else len(ids)
+                schedule.due += passed * self._costs.inter_token
+                yield Step(ids, _log_probs(ids, request), finished)
         finally:
-            self._decoding -= decoding
-            self._slots.release(at)
+            if decodes:
+                self._decoding -= 1
+            self._slots.release(schedule.due)
 
-    def _joined(self, at: float) -> float:
-        """Return when a request has its first token that is ready at ``at``: at the end of a step."""
-        pace, self._decoding = self._costs.inter_token, self._decoding + 1
+    async def _prefill(self, request: GenerationRequest, schedule: _Schedule) -> None:
+        """Wait until the prompt has gone through; one prompt after another, if their rate is limited."""
+        rate = self._costs.prefill_rate
+        if rate:
+            schedule.due = await self._prefills.acquire(schedule.due)
+            try:
+                schedule.due += len(request.input_ids) / rate
+                await _sleep_until(schedule.due)
+            finally:
+                self._prefills.release(schedule.due)
+        schedule.due += self._costs.prefill
+
+    def _join_steps(self, schedule: _Schedule) -> None:
+        """Have a request's first token leave at the end of a step of the others."""
+        pace = self._costs.inter_token
+        self._decoding += 1
         if self._decoding == 1 or not (pace and self._costs.steps):
-            self._origin = at
-        return at - TICK + (self._origin - at + TICK) % pace if pace else at
+            self._origin = schedule.due
+        if pace:
+            # A step that ends within a tick counts as one that ends now.
+            early = schedule.due - TICK
+            schedule.due = early + (self._origin - early) % pace
+
+    def _tokens_due(self, made: int, due: float) -> int:
+        """Return how many tokens are due now, the next of them since the time ``due``.
+
+        Without a pace, each step has twice as many: the first token comes alone and at once.
+        """
+        pace = self._costs.inter_token
+        if not pace:
+            return max(1, made)
+        return 1 + int(max(0.0, monotonic() + TICK - due) / pace)
 
 
 async def _sleep_until(at: float) -> None:
-    await asyncio.sleep(max(0.0, at - monotonic()))  # others get their turn in any case
-    while (left := at - monotonic()) > TICK:
+    """Sleep until a time, and at least for one turn of the loop, which is for the others."""
+    await asyncio.sleep(max(0.0, at - monotonic()))
+    while True:
+        left = at - monotonic()
+        if left <= TICK:
+            return
         await asyncio.sleep(left)
 
 
 def _prompt(request: GenerationRequest) -> list[int]:
+    """Return the ids of the prompt without the output of an earlier attempt."""
     return request.input_ids[: len(request.input_ids) - request.continued]
 
 
-def _top(token: int, count: int) -> tuple[tuple[int, float], ...]:
-    others = ((other, base.LEAST_LOG_PROB) for other in range(count) if other != token)
+def _end_among(ids: list[int], request: GenerationRequest, made: int) -> int | None:
+    """Return the place of the first end token that may end the output; None without one.
+
+    Args:
+        made: the number of tokens before ``ids``.
+    """
+    end_ids = request.end_ids
+    if not end_ids:
+        return None
+    for place, token in enumerate(ids):
+        if token in end_ids and made + place >= request.sampling.min_tokens:
+            return place
+    return None
+
+
+def _log_probs(ids: list[int], request: GenerationRequest) -> list[TokenLogProb]:
+    if not request.return_log_probs:
+        return []
+    count = request.top_log_probs
+    return [TokenLogProb(token, 0.0, _most_likely(token, count)) for token in ids]
+
+
+def _most_likely(token: int, count: int) -> tuple[tuple[int, float], ...]:
+    """Return ``count`` ids with their log probabilities: the token is certain."""
+    others = ((other, LEAST_LOG_PROB) for other in range(count) if other != token)
     return ((token, 0.0), *others)[:count]
 
 
-def _text_ids(parameters: Mapping[str, str]) -> list[int]:
-    name, text = parameters["tokenizer_dir"], parameters.get("simulated_text", TEXT)
-    file, trusted = Path(name) / "tokenizer.json", parameters.get("trust_remote_code") == "true"
-    tokenizer: Any
-    if file.is_file():  # much faster to load than that of transformers, and the ids are the same
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    else:
-        tokenizer = load_tokenizer(name, trust_remote_code=trusted)
-    ids = _known_ids(tokenizer, text)
-    if not ids and "simulated_text" not in parameters:
-        ids = _ids_with_text(tokenizer)
-    if not ids:
-        # Triton's log may take nothing but ASCII.
-        raise ValueError(
-            f"simulated_text {text!a} has no tokens that make text in {name}; "
-            "set SIMULATED_TEXT to words that its tokenizer knows"
-        )
-    return ids
-
-
-def _known_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text without those of what the tokenizer does not know; none without text."""
-    try:
-        ids = _encoded(tokenizer, text)
-    except Exception:  # a tokenizer without an unknown token refuses a text with unknown words
-        ids = []
-        for word in text.split():
-            with suppress(Exception):
-                ids += _encoded(tokenizer, word)
-    unknown = _unknown_id(tokenizer)
-    known = [token for token in ids if token != unknown]
-    return known if tokenizer.decode(known, skip_special_tokens=True).strip() else []
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    return list(getattr(encoded, "ids", encoded))
-
-
-def _unknown_id(tokenizer: Any) -> int | None:
-    if not isinstance(tokenizer, tokenizers.Tokenizer):
-        unknown: int | None = tokenizer.unk_token_id
-        return unknown
-    model: Any = tokenizer.model
-    token = getattr(model, "unk_token", None)
-    return getattr(model, "unk_id", None) if token is None else tokenizer.token_to_id(token)
-
-
-def _ids_with_text(tokenizer: Any) -> list[int]:
-    """Return the first tokens of a vocabulary that make text, for a tokenizer that does not know TEXT."""
-    unknown = _unknown_id(tokenizer)
-    found: list[int] = []
-    for token in sorted(tokenizer.get_vocab().values()):
-        makes_text = tokenizer.decode([token], skip_special_tokens=True).strip()
-        if makes_text and token != unknown:
-            found.append(token)
-        if len(found) == VOCABULARY_TOKENS:
-            break
-    return found
+def _simulated_failure(tokens: int) -> EngineUnavailable:
+    return EngineUnavailable(f"a simulated failure after {tokens} tokens (simulated_failure_rate)")

@@ -22,8 +22,8 @@ from cog_triton.engines.simulated import (
     FailureKind,
     Failures,
     SimulatedEngine,
-    _text_ids,
 )
+from cog_triton.engines.simulated_text import text_ids
 from cog_triton.errors import EngineUnavailable
 from cog_triton.repository.fill import fill_repository, read_config
 from cog_triton.settings import read_settings
@@ -374,7 +374,7 @@ def test_a_tokenizer_that_knows_few_words_repeats_these(
     parameters = {"tokenizer_dir": str(saved_word_level(tmp_path, *words, unknown=unknown))}
     if text is not None:
         parameters["simulated_text"] = text
-    found = _text_ids(parameters)
+    found = text_ids(parameters)
     assert [token for token in found if token] == expected
 
 
