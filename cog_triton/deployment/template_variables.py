@@ -10,7 +10,7 @@ from cog_triton.deployment.checkpoint import (
 )
 from cog_triton.deployment.engine_choice import KV_EVENTS, EngineName
 from cog_triton.engines import model_config
-from cog_triton.engines.library import read_arguments
+from cog_triton.engines.library_arguments import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.variables import load_overrides
 from cog_triton.server.log import GPU

@@ -1,7 +1,7 @@
-"""The content of the embedded engine's KV cache, published by ZeroMQ as vLLM's KV cache events.
+"""The content of the transformers engine's KV cache, published by ZeroMQ in the format of vLLM's events.
 
-A new subscriber gets the whole cache with the next change, so that it may come late, and stay when the
-engine has been started anew. Blocks of adapters' requests are left out: no other request shares them.
+A new subscriber gets the whole cache with the next change, so it may come late, and stay when the engine is
+started again. Blocks of requests with adapters are left out, because no other request shares them.
 """
 
 import time
@@ -11,76 +11,109 @@ from cog_triton.protocol.names import KV_BLOCK_TOKENS
 
 Event = dict[str, Any]
 
+MESSAGES_BEHIND = 100_000
+MEDIUM = "GPU"
+_HASHES = 2**64
+_SUBSCRIPTION = b"\x01"
+
 
 class KvEvents:
-    """The events of one cache of transformers'; all but the start happens on the generation thread."""
+    """Publishes the changes of one cache of transformers, from the generation thread."""
 
     def __init__(self, endpoint: str, cache: Any) -> None:
-        """Publish the changes of a PagedAttentionCache whose requests share blocks, from now on."""
-        import msgspec  # both come with Dynamo and with vLLM
+        """Publish the changes from now on.
+
+        Args:
+            endpoint: the address of the ZeroMQ socket.
+            cache: a PagedAttentionCache whose requests share blocks.
+        """
+        # Both come with Dynamo and with vLLM.
+        import msgspec
         import zmq
 
         self._encode = msgspec.msgpack.encode
-        self._socket: Any = zmq.Context.instance().socket(zmq.XPUB)  # which is told of subscribers
+        # A socket of this type receives the subscriptions.
+        self._socket: Any = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.XPUB_VERBOSE, 1)
-        self._socket.set(zmq.SNDHWM, 100_000)  # messages that a subscriber may be behind
+        self._socket.set(zmq.SNDHWM, MESSAGES_BEHIND)
         self._socket.bind(endpoint)
-        self._sent, self._changes = 0, list[Event]()
-        self._stored: dict[int, Event] = {}  # by transformers' hash of a block
+        self._sent = 0
+        self._changes: list[Event] = []
+        # The events of the blocks in the cache, by transformers' hash of the block.
+        self._stored: dict[int, Event] = {}
         (self._blocks,) = cache.cache_allocators.values()
-        self._mark = self._blocks.mark_complete_blocks
-        self._blocks.mark_complete_blocks = self._marked
+        self._mark_complete_blocks = self._blocks.mark_complete_blocks
+        self._blocks.mark_complete_blocks = self._on_complete_blocks
         self._blocks.ledger.hash_to_block = _Hashes(self)
 
     def close(self) -> None:
         self._socket.close()
 
     def removed(self, block_hash: int) -> None:
-        if (event := self._stored.pop(block_hash, None)) is not None:
-            hashes = event["block_hashes"]
-            self._changes.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"})
+        """Note that a block has left the cache."""
+        event = self._stored.pop(block_hash, None)
+        if event is not None:
+            self._changes.append(
+                {
+                    "type": "BlockRemoved",
+                    "block_hashes": event["block_hashes"],
+                    "medium": MEDIUM,
+                }
+            )
 
-    def _marked(self, request_id: str, ids: list[int], count: int) -> None:
+    def _on_complete_blocks(self, request_id: str, ids: list[int], count: int) -> None:
         """Let transformers note a request's new blocks, and publish those that were not there."""
-        self._mark(request_id, ids, count)
-        parent, size = None, self._blocks.tokens_per_page
-        own = [] if ids[0] < 0 else self._blocks.block_table[request_id]  # see StepProcessor.prompt
-        for number, block in enumerate(own):
-            if (block_hash := self._blocks.ledger.block_to_hash.get(block)) is None:
-                break
+        self._mark_complete_blocks(request_id, ids, count)
+        # Of a prompt that shares no blocks, the first id is below 0: see StepProcessor.prompt.
+        if ids[0] >= 0:
+            self._note_blocks(self._blocks.block_table[request_id], ids)
+        if self._changes:
+            self._publish()
+
+    def _note_blocks(self, blocks: list[int], ids: list[int]) -> None:
+        """Note the complete blocks of a request that are new in the cache."""
+        size = self._blocks.tokens_per_page
+        parent: int | None = None
+        for number, block in enumerate(blocks):
+            block_hash = self._blocks.ledger.block_to_hash.get(block)
+            if block_hash is None:
+                # The block is not complete, so none after it is.
+                return
             if block_hash not in self._stored:
                 event = stored(block_hash, parent, ids[number * size : (number + 1) * size])
                 self._stored[block_hash] = event
                 self._changes.append(event)
             parent = block_hash
-        if self._changes:
-            self._publish()
 
     def _publish(self) -> None:
         while self._socket.poll(0):
-            if self._socket.recv()[:1] == b"\x01":  # a subscription
+            message = self._socket.recv()
+            if message.startswith(_SUBSCRIPTION):
                 self._changes = [{"type": "AllBlocksCleared"}, *self._stored.values()]
-        batch = self._encode([time.time(), self._changes, 0])
+        data_parallel_rank = 0
+        batch = self._encode([time.time(), self._changes, data_parallel_rank])
         self._socket.send_multipart([b"", self._sent.to_bytes(8, "big"), batch])
-        self._sent, self._changes = self._sent + 1, []
+        self._sent += 1
+        self._changes = []
 
 
 def stored(block_hash: int, parent: int | None, ids: list[int]) -> Event:
-    """Return the event of a block of transformers' as that of smaller ones, the last under its hash."""
-    smaller = range(1, len(ids) // KV_BLOCK_TOKENS)
+    """Return the event of a block as one of blocks of KV_BLOCK_TOKENS; the last has the block's hash."""
+    smaller_blocks = len(ids) // KV_BLOCK_TOKENS
+    hashes = [(block_hash + number) % _HASHES for number in range(1, smaller_blocks)]
     return {
         "type": "BlockStored",
-        "block_hashes": [*((block_hash + number) % 2**64 for number in smaller), block_hash],
+        "block_hashes": [*hashes, block_hash],
         "parent_block_hash": parent,
         "token_ids": ids,
         "block_size": KV_BLOCK_TOKENS,
-        "medium": "GPU",
+        "medium": MEDIUM,
     }
 
 
 class _Hashes(dict[int, int]):
-    """Blocks by their hashes; transformers forgets one by ``pop``, and all only before it starts."""
+    """Transformers' blocks by their hashes. It removes a block by ``pop``."""
 
     def __init__(self, events: KvEvents) -> None:
         self._events = events

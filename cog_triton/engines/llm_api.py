@@ -1,6 +1,6 @@
 """TensorRT-LLM by its Python LLM API, 1.1 and later; from 1.3 on it has no other.
 
-This has run only on a fake of the interface promised for 1.x; docs/operations.md has what is unchecked.
+This has run only on a fake of the interface promised for 1.x; docs/operations.md lists what is unchecked.
 """
 
 import logging
@@ -10,12 +10,15 @@ from typing import Any
 from packaging.version import Version
 
 from cog_triton.engines import library
-from cog_triton.engines.base import EngineError, GenerationRequest
+from cog_triton.engines.base import EngineError, GenerationRequest, Step
 from cog_triton.engines.event_loop import Steps
+from cog_triton.engines.library_arguments import Arguments, table_arguments, with_file
 from cog_triton.protocol.log_probs import TokenLogProb
 
 logger = logging.getLogger(__name__)
 
+OLDEST_RELEASE = Version("1.1.0.dev0")
+# From this release on, TorchSampler is the only sampler.
 TORCH_SAMPLER_ONLY = Version("1.3.0rc26")
 # Stands for the log probability of an end token, which the LLM API may not give.
 UNKNOWN_LOG_PROB = 0.0
@@ -32,14 +35,14 @@ class TensorrtLlmEngine(library.LibraryEngine):
     def __init__(self, parameters: Mapping[str, str]) -> None:
         import tensorrt_llm
 
-        self._version = version = tensorrt_llm.__version__
-        if Version(version) < Version("1.1.0.dev0"):
+        self._version = tensorrt_llm.__version__
+        if Version(self._version) < OLDEST_RELEASE:
             raise ValueError(
-                f"ENGINE=llmapi requires TensorRT-LLM 1.1 or later, but {version} is installed"
+                f"ENGINE=llmapi requires TensorRT-LLM 1.1 or later, but {self._version} is installed"
             )
         super().__init__(parameters, loading_arguments(parameters))
 
-    def load(self, arguments: library.Arguments) -> None:
+    def load(self, arguments: Arguments) -> None:
         from tensorrt_llm import LLM
 
         self._forgetful = is_forgetful(self._version, arguments)
@@ -47,7 +50,8 @@ class TensorrtLlmEngine(library.LibraryEngine):
             logger.warning(
                 "the default sampler of TensorRT-LLM %s ignores seeds, so output is not reproducible, and "
                 "penalties and bad words, so requests with them are refused; to use them, %s",
-                *(self._version, REMEDY),
+                self._version,
+                REMEDY,
             )
         self._llm = LLM(**arguments)
         self.context_length = context_length(arguments, self._llm)
@@ -56,62 +60,85 @@ class TensorrtLlmEngine(library.LibraryEngine):
     def sampling_params(self, request: GenerationRequest) -> Any:
         from tensorrt_llm import SamplingParams
 
-        sampling = request.sampling
-        asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
-        # An ignored one changes the answer unnoticed. A seed comes with every request, mostly unasked for.
-        if self._forgetful and asked:
-            raise EngineError(
-                f"the default sampler of TensorRT-LLM {self._version} does not support "
-                f"{', '.join(asked)}; {REMEDY}"
-            )
+        if self._forgetful:
+            self._check_forgetful(request)
         return SamplingParams(**sampling_arguments(request))
 
+    def _check_forgetful(self, request: GenerationRequest) -> None:
+        """Refuse what the sampler ignores, but for seeds: most requests have one without asking for it."""
+        ignored = list(request.sampling.penalties)
+        if any(request.sampling.bad_words):
+            ignored.append("bad_words")
+        if ignored:
+            raise EngineError(
+                f"the default sampler of TensorRT-LLM {self._version} does not support "
+                f"{', '.join(ignored)}; {REMEDY}"
+            )
+
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
-        prompt = request.input_ids
-        output = self._llm.generate_async(prompt, sampling, lora_request=adapter, streaming=True)
+        output = self._llm.generate_async(
+            request.input_ids, sampling, lora_request=adapter, streaming=True
+        )
         last_id = None
         try:
             async for update in output:
-                new = update.outputs[0]
-                end = (new.finish_reason or "stop") if update.finished else None
-                ids, entries = list(new.token_ids_diff), list(new.logprobs_diff or ())
-                has_end_token = end == "stop" and ids and ids[-1] in request.end_ids
-                if has_end_token and len(entries) == len(ids) - 1:
-                    entries.append(UNKNOWN_LOG_PROB)
-                step = self.step(request, ids, entries, end)
-                last_id = step.ids[-1] if step.ids else last_id
+                end = None
+                if update.finished:
+                    end = update.outputs[0].finish_reason or "stop"
+                step = self._read(request, update.outputs[0], end)
+                if step.ids:
+                    last_id = step.ids[-1]
                 if end == "stop" and request.end_ids and last_id not in request.end_ids:
-                    # It leaves out ``end_id``, and no stop words but end tokens are given to it.
-                    end_id = request.end_ids[0]
-                    step.ids.append(end_id)
-                    if request.return_log_probs:
-                        # It left out that token's log probability as well.
-                        step.log_probs.append(TokenLogProb(end_id, UNKNOWN_LOG_PROB))
+                    _append_end_token(step, request)
                 yield step
         finally:
             if not output.finished:
                 output.abort()
 
+    def _read(self, request: GenerationRequest, new: Any, end: str | None) -> Step:
+        """Return the new tokens of an output as a step."""
+        ids = list(new.token_ids_diff)
+        entries = list(new.logprobs_diff or ())
+        has_end_token = end == "stop" and bool(ids) and ids[-1] in request.end_ids
+        if has_end_token and len(entries) == len(ids) - 1:
+            entries.append(UNKNOWN_LOG_PROB)
+        return self.step(request, ids, entries, end)
 
-def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
-    """Return the arguments of ``tensorrt_llm.LLM``, with those of ``llm_api_config`` and as its classes."""
+
+def _append_end_token(step: Step, request: GenerationRequest) -> None:
+    """Append ``end_id``, which the LLM API leaves out; it gets no stop words that could have ended it."""
+    end_id = request.end_ids[0]
+    step.ids.append(end_id)
+    if request.return_log_probs:
+        step.log_probs.append(TokenLogProb(end_id, UNKNOWN_LOG_PROB))
+
+
+def loading_arguments(parameters: Mapping[str, str]) -> Arguments:
+    """Return the arguments of ``tensorrt_llm.LLM``, its sections as its classes.
+
+    TensorRT-LLM merges the file that ``llm_api_config`` names itself.
+    """
     from tensorrt_llm.llmapi import KvCacheConfig, llm_args
 
     convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-    arguments = library.table_arguments(parameters, "llmapi")
+    arguments = table_arguments(parameters, "llmapi")
     if "lora_prefetch_dir" in parameters:
         arguments.setdefault("lora_config", {})
-    arguments = library.with_file(arguments, parameters, "llmapi", convert)
-    # LoraConfig from the module that uses it; its own has changed.
-    kinds = {"kv_cache_config": KvCacheConfig, "lora_config": getattr(llm_args, "LoraConfig", None)}
-    for name, kind in kinds.items():
-        if kind is not None and isinstance(section := arguments.get(name), dict):
-            arguments[name] = kind(**section)
+    arguments = with_file(arguments, parameters, "llmapi", convert)
+    sections = {
+        "kv_cache_config": KvCacheConfig,
+        # From the module that uses it: the class has moved between releases.
+        "lora_config": getattr(llm_args, "LoraConfig", None),
+    }
+    for name, section_class in sections.items():
+        section = arguments.get(name)
+        if section_class is not None and isinstance(section, dict):
+            arguments[name] = section_class(**section)
     return arguments
 
 
-def context_length(arguments: library.Arguments, llm: Any) -> int:
-    """Return the most tokens that prompt and output of an ``LLM`` may have together."""
+def context_length(arguments: Arguments, llm: Any) -> int:
+    """Return the limit of prompt and output of an ``LLM`` together, in tokens."""
     known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
     if known is None:
         config = library.model_config(arguments)
@@ -123,42 +150,56 @@ def context_length(arguments: library.Arguments, llm: Any) -> int:
     return int(known)
 
 
-def is_forgetful(version: str, options: library.Arguments) -> bool:
+def is_forgetful(version: str, options: Arguments) -> bool:
     """Return True if the sampler of an LLM with these arguments ignores seeds, penalties and bad words.
 
     TRTLLMSampler, in C++, honours them. TorchSampler, the default, silently ignores them up to 1.2, and
-    learned them in the release candidates of 1.3 (pull requests 16052, 16485 and 17172); from 1.3.0rc26
-    on it is the only one. All that was read in its repository, and never tried.
+    learned them in the release candidates of 1.3 (pull requests 16052, 16485 and 17172). All that was read
+    in its repository, and never tried.
     """
     sampler = options.get("sampler_type")
-    # Engines, which 1.x can still run by the LLM API, sample in C++, too.
-    in_cpp = getattr(sampler, "value", sampler) == "TRTLLMSampler"
-    in_cpp = in_cpp or options.get("backend") == "tensorrt"
-    return not in_cpp and Version(version) < TORCH_SAMPLER_ONLY
+    if getattr(sampler, "value", sampler) == "TRTLLMSampler":
+        return False
+    # Engines, which 1.x can still run by the LLM API, sample in C++.
+    if options.get("backend") == "tensorrt":
+        return False
+    return Version(version) < TORCH_SAMPLER_ONLY
 
 
-def sampling_arguments(request: GenerationRequest) -> library.Arguments:
+def sampling_arguments(request: GenerationRequest) -> Arguments:
     """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request."""
+    sampling = request.sampling
     arguments = {**library.sampling_arguments(request), "end_id": request.end_id}
-    if not request.sampling.greedy:
-        arguments["seed"] = request.sampling.seed or 0
+    if sampling.greedy:
+        # Means greedy in all releases; a temperature or top_p of 0 does not.
+        arguments["top_k"] = 1
+    else:
+        arguments["seed"] = sampling.seed or 0
     if request.other_end_ids:
         arguments["stop_token_ids"] = list(request.other_end_ids)
-        arguments["include_stop_str_in_output"] = True  # an end token is part of the output
+        # An end token is part of the output.
+        arguments["include_stop_str_in_output"] = True
     if request.end_id is None:
-        # Without a tokenizer the LLM refuses requests that give no end id. The pad id is never read; else
-        # the LLM would pad with the end id.
-        arguments |= {"end_id": -1, "pad_id": 0, "ignore_eos": True}
-    if request.sampling.greedy:
-        arguments["top_k"] = 1  # means greedy in all releases; a temperature or top_p of 0 does not
-    bad_words = [word for word in request.sampling.bad_words if word]
-    if several := [list(word) for word in bad_words if len(word) > 1]:
-        raise EngineError(
-            "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token ids "
-            f"{several[0]}"
-        )
-    if bad_words:
-        arguments["bad_token_ids"] = [word[0] for word in bad_words]
+        # Without a tokenizer, the LLM refuses requests without an end id, and pads with the end id unless
+        # there is a pad id. Nothing reads that.
+        arguments["end_id"] = -1
+        arguments["pad_id"] = 0
+        arguments["ignore_eos"] = True
+    bad_tokens = _bad_tokens(sampling.bad_words)
+    if bad_tokens:
+        arguments["bad_token_ids"] = bad_tokens
     if request.return_log_probs:
-        arguments["logprobs"] = 1  # 0 means none in older releases
+        # In older releases, 0 means none.
+        arguments["logprobs"] = 1
     return arguments
+
+
+def _bad_tokens(bad_words: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Return the tokens of bad words of one token each, or raise EngineError."""
+    for word in bad_words:
+        if len(word) > 1:
+            raise EngineError(
+                "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token ids "
+                f"{list(word)}"
+            )
+    return [word[0] for word in bad_words if word]

@@ -1,12 +1,13 @@
 """Requests of vLLM that begin with output, which an earlier attempt has delivered.
 
-vLLM knows such requests: those that it has set back, whose output it computes again with their prompt. So a
-request whose parameters have delivered ids becomes one in vLLM's engine core, where its grammar accepts
-them, and with the V1 model runner in the workers, where its generator draws what it drew for them. Then
-penalties, bad words, minima, guides and seeds go on as if nothing had happened.
+vLLM has such requests itself: when it preempts a request, it later computes its output again with its
+prompt. So a request whose parameters have delivered ids is made to look preempted. In vLLM's engine core,
+its grammar accepts the ids. In the workers, if they have the V1 model runner, its generator draws the same
+noise for them again. Then penalties, bad words, minima, guides and seeds go on as if nothing had happened.
 
-This replaces a method of each of three of vLLM's classes, which are internals. ``problem`` says whether
-they are there and can be called as they are here; the engine asks it once, at its start.
+This replaces a method in three of vLLM's classes, which are internals. ``problem`` says whether they exist
+and can be called as they are here. The engine asks it once, at its start; if there is a problem, nothing is
+replaced.
 """
 
 import inspect
@@ -16,7 +17,8 @@ from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any
 
-_DELIVERED = "cog_triton_delivered"  # in the extra_args of SamplingParams
+# The key of the delivered ids in the extra_args of SamplingParams.
+_DELIVERED = "cog_triton_delivered"
 
 
 class Resuming:
@@ -66,7 +68,8 @@ def _make_request(original: Callable[..., Any], *arguments: Any) -> Any:
         del request.prompt_token_ids[-len(ids) :]
         request.num_prompt_tokens -= len(ids)
         request._output_token_ids.extend(ids)
-        request.prefill_stats = None  # of prompts, which have no output in the prefix cache
+        # They count cached tokens of the prompt, and the output is none of them.
+        request.prefill_stats = None
     return request
 
 
@@ -104,18 +107,22 @@ def _sampler() -> Any:
 
 @dataclass(frozen=True)
 class _Patch:
-    """A method of a class of vLLM's, and the function that takes its place and gets the original."""
+    """A method of a class of vLLM's, and the function that takes its place and gets the original.
+
+    Attributes:
+        arguments: their number in a call, with self; None if any number will do.
+    """
 
     module: str
     owner: str
     method: str
-    arguments: int  # with self, of a call; 0 where any will do
+    arguments: int | None
     replacement: Callable[..., Any]
 
     def check(self) -> None:
         """Raise an ImportError, AttributeError or TypeError if the method cannot be replaced."""
         original = getattr(self._class(), self.method)
-        if self.arguments:
+        if self.arguments is not None:
             inspect.signature(original).bind(*[None] * self.arguments)
 
     def apply(self) -> None:
@@ -137,14 +144,24 @@ class _Patch:
 
 
 PATCHES = (
-    _Patch("vllm.v1.request", "Request", "from_engine_core_request", 0, _make_request),
     _Patch(
-        *("vllm.v1.structured_output", "StructuredOutputManager", "_create_grammar"),
+        module="vllm.v1.request",
+        owner="Request",
+        method="from_engine_core_request",
+        arguments=None,
+        replacement=_make_request,
+    ),
+    _Patch(
+        module="vllm.v1.structured_output",
+        owner="StructuredOutputManager",
+        method="_create_grammar",
         arguments=2,
         replacement=_create_grammar,
     ),
     _Patch(
-        *("vllm.v1.worker.gpu_input_batch", "InputBatch", "add_request"),
+        module="vllm.v1.worker.gpu_input_batch",
+        owner="InputBatch",
+        method="add_request",
         arguments=2,
         replacement=_add_request,
     ),

@@ -60,7 +60,7 @@ class Vllm(Target):
     name = "vllm"
 
     def connect(self) -> Any:
-        from cog_triton.engines.vllm import loading_arguments
+        from cog_triton.engines.vllm_arguments import loading_arguments
 
         arguments = loading_arguments(self.endpoints.engine)
         from vllm import AsyncEngineArgs, SamplingParams
@@ -98,7 +98,7 @@ CONTESTANTS: dict[str, type[Target]] = {
 
 @contextmanager
 def vllm_serve(environment: Mapping[str, str], log: Path) -> Iterator[Endpoints]:
-    from cog_triton.engines.vllm import loading_arguments
+    from cog_triton.engines.vllm_arguments import loading_arguments
 
     with no_server(environment) as endpoints:
         url = f"http://127.0.0.1:{(port := free_port())}"

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engines import llm_api, vllm
+from cog_triton.engines import llm_api, vllm_arguments
 from cog_triton.engines.base import LEAST_LOG_PROB, EngineError, GenerationRequest, SamplingParams
-from cog_triton.engines.library import Library, log_probs, table_arguments, with_file
+from cog_triton.engines.library import log_probs
+from cog_triton.engines.library_arguments import Library, table_arguments, with_file
 from cog_triton.protocol.log_probs import TokenLogProb
 from tests.support import load_cases
 
@@ -34,7 +35,11 @@ def test_defaults_are_left_out(library: Library, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("case", CASES["variables"])
 def test_variables_become_arguments(case: dict[str, Any]) -> None:
     given, library = case["variables"], case["library"]
-    made = vllm.engine_arguments(given) if library == "vllm" else table_arguments(given, library)
+    made = (
+        vllm_arguments.engine_arguments(given)
+        if library == "vllm"
+        else table_arguments(given, library)
+    )
     assert made == case["arguments"]
 
 
@@ -44,7 +49,9 @@ def test_variables_become_arguments(case: dict[str, Any]) -> None:
 def test_arguments_of_a_request(library: Library, case: dict[str, Any]) -> None:
     sampling = SamplingParams(**case.get("sampling", {}))
     asked = GenerationRequest("a", [5, 6], 8, sampling=sampling, **case.get("fields", {}))
-    assert (vllm if library == "vllm" else llm_api).sampling_arguments(asked) == case["arguments"]
+    assert (vllm_arguments if library == "vllm" else llm_api).sampling_arguments(asked) == case[
+        "arguments"
+    ]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

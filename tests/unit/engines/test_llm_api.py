@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams, Step, create_engine
-from cog_triton.engines.library import TABLE
+from cog_triton.engines.library_arguments import ARGUMENTS
 from cog_triton.engines.llm_api import context_length, is_forgetful
 from cog_triton.errors import error_from_text
 from tests.support import load_cases
@@ -102,7 +102,7 @@ def test_the_fakes_outputs_are_those_of_the_contract(fake: Any) -> None:
 
 
 def test_no_argument_is_outside_of_the_contract() -> None:
-    arguments = {row["llmapi"].partition(".")[::2] for row in TABLE.values() if "llmapi" in row}
+    arguments = {row.llmapi.partition(".")[::2] for row in ARGUMENTS.values() if row.llmapi}
     sections = {section for section, argument in arguments if argument}
     assert sections == {"kv_cache_config", "lora_config", "scheduler_config"}
     names = {argument for section, argument in arguments if section == "kv_cache_config"}

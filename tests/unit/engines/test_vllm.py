@@ -12,8 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, Step
-from cog_triton.engines.library import TABLE
-from cog_triton.engines.vllm import VllmEngine, engine_config, guide_arguments, on_device
+from cog_triton.engines.library_arguments import ARGUMENTS
+from cog_triton.engines.vllm import VllmEngine
+from cog_triton.engines.vllm_arguments import engine_config, guide_arguments, on_device
 from cog_triton.processes import python
 from cog_triton.request.request import Guide, GuideKind
 from tests.support import ROOT, load_cases
@@ -32,7 +33,7 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     }
     template = (ROOT / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_text()
     names = re.findall(r'key: "(\w+)" value \{ string_value: "\$\{(?!simulated)\w+\}"', template)
-    assert {*names} - TABLE.keys() == apart
+    assert {*names} - ARGUMENTS.keys() == apart
 
 
 @pytest.mark.parametrize("case", load_cases(__file__, "library.yaml")["devices"])
