@@ -5,7 +5,9 @@ import json
 import logging
 import re
 import time
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -75,8 +77,8 @@ async def create(body: ResponsesBody, served: FromApp, background: BackgroundFro
             await add_to_background(served, storage, body, response, turn.request, items)
         background.wake.set()
         if body.stream:
-            return _streamed(background, response["id"])
-        return JSONResponse(response)
+            return _streamed(background, response["id"], warning=body.warning())
+        return JSONResponse(response, headers=body.warning())
     ended = None
     if storage is not None:
         if body.store:
@@ -100,7 +102,7 @@ async def retrieve(
     after = request.query_params.get("starting_after", last_event_id) or "-1"
     if not re.fullmatch(r"-1|[0-9]{1,9}", after):
         raise invalid("starting_after must be the number of an event", "starting_after")
-    return _streamed(background, id, int(after))
+    return _streamed(background, id, after=int(after))
 
 
 @router.delete("/v1/responses/{id}")
@@ -268,5 +270,12 @@ def _page_of_items(stored_items: bytes, query: PageQuery) -> bytes:
     return dumps(value)
 
 
-def _streamed(background: BackgroundResponses, id: str, after: int = -1) -> Response:
-    return StreamingResponse(background.events(id, after), headers=events.HEADERS)
+def _streamed(
+    background: BackgroundResponses,
+    id: str,
+    *,
+    after: int = -1,
+    warning: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    headers = {**events.HEADERS, **warning}
+    return StreamingResponse(background.events(id, after), headers=headers)

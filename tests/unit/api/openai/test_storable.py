@@ -165,3 +165,81 @@ async def test_a_stored_response_is_given_back_as_it_was(backend: Backend) -> No
         again = await client.get(f"{RESPONSES}/{made['id']}")
         assert again.headers["content-type"] == "application/json"
         assert json.loads(again.content) == made
+
+
+# A body with an object of each class that a response may have.
+WHOLE: dict[str, Any] = {
+    "model": "m",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "run", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "a.txt"},
+    ],
+    "tools": [
+        {"type": "function", "name": "weather", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "run", "format": {"type": "text"}},
+    ],
+    "tool_choice": {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low"},
+    "metadata": {"a": "b"},
+    "chat_template_kwargs": {"a": "b"},
+}
+
+
+def with_further_fields(value: Any, further: Any) -> Any:
+    """A body in which each object has a field that no class has; metadata may only have texts."""
+    if isinstance(value, list):
+        return [with_further_fields(part, further) for part in value]
+    if not isinstance(value, dict):
+        return value
+    parts = {
+        name: part if name == "metadata" else with_further_fields(part, further)
+        for name, part in value.items()
+    }
+    return {**parts, "further": further}
+
+
+NESTED: Any = "deep"
+for _ in range(110):
+    NESTED = [NESTED]
+FURTHER = {"a number of 67 bits": 10**20, "nesting": NESTED, "an object": {"y": [1, "two", None]}}
+
+
+@pytest.mark.parametrize("is_background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("further", FURTHER.values(), ids=FURTHER)
+async def test_further_fields_of_all_objects_are_stored_as_they_can_be_read_again(
+    tmp_path: Path, further: Any, is_background: bool
+) -> None:
+    """Objects below the body keep fields that no class has, and clients get them back."""
+    backend = Backend(
+        *CHUNKS, template="tools <tool_call> </think>", STORE=str(tmp_path / "journal.db")
+    )
+    app = create_app(served(backend))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        body = {**with_further_fields(WHOLE, further), "background": is_background}
+        reply = await client.post(RESPONSES, json=body)
+        assert reply.status_code == 200, reply.text
+        assert (
+            reply.headers["warning"] == '199 cog-triton "ignored fields: further"' or is_background
+        )
+        id = reply.json()["id"]
+        stored = (await client.get(f"{RESPONSES}/{id}")).json()
+        assert "further" not in stored  # the body's, which has no type at all
+        assert {tool["further"] == further for tool in stored["tools"]} == {True}
+        items = (await client.get(f"{RESPONSES}/{id}/input_items")).json()["data"]
+        assert {item["further"] == further for item in items} == {True}
+        if is_background:  # what another process makes of the rows
+            row = await app.state.served.storage.responses.find_background(id)
+            assert (await app.state.background.run_of(row)).id == id
+        else:
+            more = {"input": "And?", "previous_response_id": id}
+            assert (await client.post(RESPONSES, json=more)).status_code == 200
