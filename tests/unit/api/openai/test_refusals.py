@@ -2,15 +2,19 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from cog_triton.api.openai.app import OPENAI_ROUTERS, create_app
 from cog_triton.api.openai.errors import ApiError, Asked, api_error, invalid
+from cog_triton.api.openai.routes import messages
 from cog_triton.errors import InvalidParameter, JournalUnavailable, PromptTooLong
 from cog_triton.web.bodies import BadBody
 from tests.unit.api.openai.support import (
@@ -23,6 +27,7 @@ from tests.unit.api.openai.support import (
     ask,
     ask_in_turn,
     post,
+    served,
 )
 
 SECRET = "the-secret-word"
@@ -289,3 +294,49 @@ def test_the_table_of_errors_has_all_that_a_route_may_raise() -> None:
         refused = api_error(error, asked)
         assert (refused.status, refused.code, refused.param) == (status, code, param), error
         assert "secret" not in refused.message
+
+
+ROUTES = [
+    (method, route.path)
+    for router in (*OPENAI_ROUTERS, messages.router)
+    for route in router.routes
+    if isinstance(route, APIRoute)
+    for method in sorted(route.methods or ())
+]
+ODD_BODIES: dict[str, tuple[str, bytes]] = {
+    "nothing": ("application/json", b""),
+    "an empty object": ("application/json", b"{}"),
+    "a list": ("application/json", b"[1]"),
+    "not JSON": ("application/json", b"{"),
+    "another type": ("text/plain", b"{}"),
+    "a form": ("multipart/form-data; boundary=x", b"--x\r\n"),
+    "wrong types": (
+        "application/json",
+        b'{"model": 1, "messages": {}, "prompt": {}, "input": {}, "tokens": {}, "endpoint": {}}',
+    ),
+}
+ODD_QUERY = {"limit": "x", "after": "x", "after_id": "x", "order": "x", "stream": "x"}
+ODD_NAMES = ("none", "%00", "%ff%fe", "a" * 4000, "..%2f..", "%ED%A0%80")
+
+
+def test_the_routes_are_those_of_the_application() -> None:
+    described = create_app(served(Backend())).openapi()["paths"]
+    assert described.keys() - {path.replace(":path", "") for _, path in ROUTES} == set()
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES, ids=lambda value: value.strip("/"))
+def test_whatever_is_wrong_with_a_request_the_error_has_the_form_of_the_api(
+    method: str, path: str, tmp_path: Path
+) -> None:
+    """No route answers with FastAPI's own form, or has its mistake in place of the client's."""
+    requests: list[tuple[str, str, dict[str, Any]]] = []
+    for name in ODD_NAMES if "{" in path else ("",):
+        place = re.sub(r"\{[^}]*\}", lambda _, name=name: name, path)  # type: ignore[misc]
+        requests.append((method, place, {"params": ODD_QUERY}))
+        for kind, content in ODD_BODIES.values():
+            headers = {"content-type": kind}
+            requests.append((method, place, {"content": content, "headers": headers}))
+    for reply in ask_in_turn(storing(tmp_path), *requests):
+        assert reply.status_code < 500, reply.text
+        if reply.status_code >= 400 and method != "HEAD":
+            check_form(reply, path)
