@@ -2,13 +2,14 @@
 
 A comment on the line before a block says what that is:
 
-    <!-- needs: server -->     the one that the page started last, or else `make serve`
-    <!-- needs: dry run -->    make, which changes or takes too much: it only says what it would run
-    <!-- needs: smollm2 -->    run where SmolLM2 can be had: a wheel of the package index
-    <!-- needs: network -->    not run: a download, an image, a tool or a model that is not here
-    <!-- needs: gpu -->        not run: a GPU, or TensorRT-LLM
-    <!-- needs: cluster -->    not run: Slurm
-    <!-- needs: minutes -->    not run: it takes long, and what it does is tested otherwise
+    <!-- needs: server -->       the one that the page started last, or else `make serve`
+    <!-- needs: other ports -->  run without the ports that the page's server has
+    <!-- needs: dry run -->      make, which changes or takes too much: it only says what it would run
+    <!-- needs: smollm2 -->      run where SmolLM2 can be had: a wheel of the package index
+    <!-- needs: network -->      not run: a download, an image, a tool or a model that is not here
+    <!-- needs: gpu -->          not run: a GPU, or TensorRT-LLM
+    <!-- needs: cluster -->      not run: Slurm
+    <!-- needs: minutes -->      not run: it takes long, and what it does is tested otherwise
 """
 
 import re

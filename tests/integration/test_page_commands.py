@@ -135,12 +135,10 @@ class Terminal:
     def _run(self, commands: list[str], block: Block) -> None:
         if not commands:
             return
-        # Only a server takes the ports of Triton: they are in use as soon as it runs.
-        environment = {
-            name: value
-            for name, value in self._environment.items()
-            if not name.startswith("TRITON_")
-        }
+        environment = dict(self._environment)
+        if "other ports" in block.needs:
+            for name in PORTS:
+                del environment[name]
         if "dry run" in block.needs:
             environment["MAKEFLAGS"] = "n"
         output = self._log.with_suffix(".commands")
