@@ -90,7 +90,7 @@ class Predictor(BaseRunner):
             default="",
         ),
         max_tokens: int = Input(
-            description="Maximum number of tokens to generate; a word is usually 2 or 3.",
+            description="Maximum number of tokens to generate; a word is usually one or two tokens.",
             ge=1,
             default=512,
         ),

@@ -96,7 +96,7 @@ class EngineBuildError(CogTritonError, code="E3101"): ...  # a step of an engine
 
 
 def prompt_too_long(tokens: int, limit: int) -> PromptTooLong:
-    """Return the error in the words by which OpenAI's clients know that they must shorten a chat."""
+    """Return the error in the wording that makes OpenAI's clients shorten a chat."""
     return PromptTooLong(
         f"the prompt has {tokens} tokens, but this model's maximum context length is {limit} tokens, "
         "excluding output"
@@ -171,7 +171,8 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"[Mm]aximum queue size|(PEFT C|LoRA c)ache is full", TritonOverloaded),
     (
         r"is not within acceptable range"
-        r"|must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
+        r"|must be (at least|at most|greater|between|as many|the same|among|one of|true or false|in [\[(])"
+        r"|does not support"
         r"|needs decoupled_mode|lora_task_id|guided_decoding_guide"
         rf"|{NOT_CACHED}|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
         InvalidParameter,

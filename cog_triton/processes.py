@@ -132,7 +132,9 @@ def python() -> str:
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     path = shutil.which(name)
     if path is None:
-        raise ValueError(f"processes of the engine need an interpreter, and PATH has no {name}")
+        raise ValueError(
+            f"the engine's processes need the interpreter {name}, which is not in PATH"
+        )
     return path
 
 

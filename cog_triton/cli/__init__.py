@@ -5,7 +5,7 @@
     options.py     options that several commands have
 
 The module of a command declares its options and imports what takes time in the functions that need it, so
-that ``--help`` and a wrong option are answered at once. ARCHITECTURE.md says why this is argparse.
+that ``--help`` and a wrong option are answered at once.
 May import everything. After a change: pytest tests/unit/test_cli.py tests/unit/test_pages.py
 """
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
 
 def help_text(commands: dict[str, Command]) -> str:
     lines = ["usage: cog-triton COMMAND [OPTION …]", "       cog-triton --version", ""]
+    lines += ["Serve an LLM on NVIDIA Triton.", ""]
     lines += [f"  {command.name:14}  {command.summary}" for command in commands.values()]
     lines += ["", "Run `cog-triton COMMAND --help` for the options of a command."]
     return "\n".join(lines)

@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", nargs="?", help="directory, tar file, URL or Hugging Face id of the adapter"
     )
-    parser.add_argument("--lora-dir", help="directory of the adapters; default: LORA_DIR")
+    parser.add_argument("--lora-dir", help="directory of the adapters; default: $LORA_DIR")
 
 
 def variables(options: Options) -> Variables:

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         default=environment_default("OPENAI_API_KEY", "none"),
         metavar="KEY",
-        help="API key; default: OPENAI_API_KEY",
+        help="API key; default: $OPENAI_API_KEY",
     )
     add_model(parser)
     add_served_model_names(parser)

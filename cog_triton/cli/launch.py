@@ -52,22 +52,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model_repo", type=Path, required=True, help="model repository with filled templates"
     )
     parser.add_argument(
-        "--world_size", type=int, help="number of GPUs, one rank each; default: WORLD_SIZE"
+        "--world_size", type=int, help="number of GPUs, one rank each; default: $WORLD_SIZE"
     )
     parser.add_argument(
         "--tritonserver",
-        help="tritonserver binary; default: TRITONSERVER, or the container's or wheel's",
+        help="tritonserver binary; default: $TRITONSERVER, or the container's or wheel's",
     )
     parser.add_argument(
-        "--grpc_port", type=int, help="default: TRITON_GRPC_PORT, or 8001; 0 picks a free port"
+        "--grpc_port", type=int, help="default: $TRITON_GRPC_PORT, or 8001; 0 picks a free port"
     )
     parser.add_argument(
-        "--http_port", type=int, help="default: TRITON_HTTP_PORT, or 8000; 0 picks a free port"
+        "--http_port", type=int, help="default: $TRITON_HTTP_PORT, or 8000; 0 picks a free port"
     )
     parser.add_argument(
         "--metrics_port",
         type=int,
-        help="default: TRITON_METRICS_PORT, or 8002; 0 picks a free port",
+        help="default: $TRITON_METRICS_PORT, or 8002; 0 picks a free port",
     )
     parser.add_argument(
         "-f",

@@ -62,12 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        help="tokenizer directory or Hugging Face id; default: TOKENIZER, or the model's",
+        help="tokenizer directory or Hugging Face id; default: $TOKENIZER, or the model's",
     )
     parser.add_argument(
         "--workers",
         type=int,
-        help="number of processes that serve the API; default: OPENAI_WORKERS, or 1",
+        help="number of processes that serve the API; default: $OPENAI_WORKERS, or 1",
     )
     parser.add_argument(
         "--no-page",
@@ -77,12 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-keys-file",
         type=Path,
-        help="file of API keys, one per line; default: OPENAI_API_KEYS_FILE",
+        help="file of API keys, one per line; default: $OPENAI_API_KEYS_FILE",
     )
     parser.add_argument(
         "--allowed-origins",
         metavar="ORIGIN,…",
-        help="origins of web pages that may use the API (CORS); default: OPENAI_ALLOWED_ORIGINS",
+        help="origins of web pages that may use the API (CORS); default: $OPENAI_ALLOWED_ORIGINS",
     )
     add_verbose(parser)
 

@@ -34,13 +34,13 @@ def add_host(parser: argparse.ArgumentParser, *, short: str | None = None) -> No
     parser.add_argument(
         *flags,
         default=environment_default("HOST", "127.0.0.1"),
-        help="address to listen on; default: HOST, or 127.0.0.1",
+        help="address to listen on; default: $HOST, or 127.0.0.1",
     )
 
 
 def add_port(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument(
-        "-p", "--port", type=port_number, help=f"port to listen on; default: PORT, or {default}"
+        "-p", "--port", type=port_number, help=f"port to listen on; default: $PORT, or {default}"
     )
 
 
@@ -61,7 +61,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="directory, tar file, URL, GGUF file or Hugging Face id; default: MODEL",
+        help="directory, tar file, URL, GGUF file or Hugging Face id; default: $MODEL",
     )
 
 
@@ -70,7 +70,7 @@ def add_served_model_names(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model in OpenAI's API, may be repeated; default: SERVED_MODEL_NAME",
+        help="name of the model in OpenAI's API, may be repeated; default: $SERVED_MODEL_NAME",
     )
 
 

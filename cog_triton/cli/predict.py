@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another input of the predictor, such as max_tokens=20; may be repeated",
+        help="another input, such as max_tokens=20; may be repeated",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
 

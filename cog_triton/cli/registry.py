@@ -54,17 +54,17 @@ PACKAGE = (
     Command(
         name="predict",
         module="cog_triton.cli.predict",
-        summary="Run predict.py:Predictor once and stream its answer to the terminal",
+        summary="Answer one prompt in the terminal, and stop",
     ),
     Command(
         name="serve",
         module="cog_triton.cli.serve",
-        summary="Serve the predictor with Cog's HTTP server",
+        summary="Serve Cog's and Replicate's APIs",
     ),
     Command(
         name="openai",
         module="cog_triton.cli.openai",
-        summary="Serve OpenAI's and Anthropic's APIs, with a new Triton or a running one",
+        summary="Serve OpenAI's and Anthropic's APIs and a chat page",
     ),
     Command(
         name="batch",
@@ -89,7 +89,7 @@ PACKAGE = (
     Command(
         name="fill-template",
         module="cog_triton.cli.fill_template",
-        summary="Fill in the variables of a config.pbtxt",
+        summary="Fill in the variables of a Triton model's config.pbtxt",
         failure_status=2,
     ),
     Command(
@@ -101,12 +101,12 @@ PACKAGE = (
     Command(
         name="doctor",
         module="cog_triton.cli.doctor",
-        summary="Check this machine for what serving needs, and say how to get what is missing",
+        summary="Check what this machine has for serving, and how to add what is missing",
     ),
     Command(
         name="completion",
         module="cog_triton.cli.completion",
-        summary="Print a script that completes commands and options in a shell",
+        summary="Print a shell script that completes commands and options",
     ),
 )
 

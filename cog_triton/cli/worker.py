@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace",
         default=environment_default("DYN_NAMESPACE", "dynamo"),
-        help="Dynamo namespace; default: DYN_NAMESPACE, or dynamo",
+        help="Dynamo namespace; default: $DYN_NAMESPACE, or dynamo",
     )
     parser.add_argument(
         "--component", default="backend", help="Dynamo component; default: %(default)s"
@@ -61,29 +61,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--discovery-backend",
         default=environment_default("DYN_DISCOVERY_BACKEND", "etcd"),
-        help="etcd, file or kubernetes; default: DYN_DISCOVERY_BACKEND, or etcd",
+        help="etcd, file or kubernetes; default: $DYN_DISCOVERY_BACKEND, or etcd",
     )
     parser.add_argument(
         "--request-plane",
         default=environment_default("DYN_REQUEST_PLANE", "tcp"),
-        help="transport of requests; default: DYN_REQUEST_PLANE, or tcp",
+        help="transport of requests; default: $DYN_REQUEST_PLANE, or tcp",
     )
     parser.add_argument(
         "--event-plane",
         default=environment_default("DYN_EVENT_PLANE", "zmq"),
-        help="transport of events; default: DYN_EVENT_PLANE, or zmq",
+        help="transport of events; default: $DYN_EVENT_PLANE, or zmq",
     )
     parser.add_argument(
         "--tool-call-parser",
         default=environment_default("DYN_TOOL_CALL_PARSER", "") or None,
         metavar="NAME",
-        help="Dynamo's parser of tool calls, such as hermes; default: DYN_TOOL_CALL_PARSER",
+        help="Dynamo's parser of tool calls, such as hermes; default: $DYN_TOOL_CALL_PARSER",
     )
     parser.add_argument(
         "--reasoning-parser",
         default=environment_default("DYN_REASONING_PARSER", "") or None,
         metavar="NAME",
-        help="Dynamo's parser of reasoning, such as qwen3; default: DYN_REASONING_PARSER",
+        help="Dynamo's parser of reasoning, such as qwen3; default: $DYN_REASONING_PARSER",
     )
     add_verbose(parser)
 

@@ -178,7 +178,7 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
     """Create the engine that the model's parameters describe; whatever a library raises comes through."""
     name = parameters.get("engine", "transformers")
     if name not in _ENGINES:
-        raise ValueError(f"unknown engine {name!r}; known are {', '.join(_ENGINES)}")
+        raise ValueError(f"unknown engine {name!r}; the known ones are {', '.join(_ENGINES)}")
     if "shared" in parameters and name not in _SHARED:
         raise ValueError(f"tensorrt_llm_instance_count must be 1 with the engine {name}")
     engine: Engine = resolve_name(_ENGINES[name])(parameters)

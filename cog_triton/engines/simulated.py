@@ -71,7 +71,7 @@ class Failures:
     def __post_init__(self) -> None:
         known = get_args(FailureKind)
         for kind in set(self.kinds).difference(known):
-            raise ValueError(f"unknown failure {kind!r}; known are {', '.join(known)}")
+            raise ValueError(f"unknown failure {kind!r}; the known ones are {', '.join(known)}")
 
     def of(self, request: GenerationRequest) -> Failure | None:
         """Return the failure of a request: a function of its prompt, seed and number of tokens."""

@@ -112,7 +112,7 @@ class TextStops:
             else:
                 self._tokenizer = stub.tokenizer({**self._parameters, "tokenizer_dir": name})
         except Exception as error:
-            logger.warning("stop words are found by their token ids alone: %s", error)
+            logger.warning("stop words are matched by their token ids only: %s", error)
         self.loaded = True
 
     def searches(self, inputs: Inputs) -> list[StopWordSearch | None]:

@@ -62,7 +62,7 @@ class Preprocessor:
         """Return the outputs for one request, or raise InvalidParameter."""
         adds = parameters.get(ADD_SPECIAL_TOKENS, self._adds_special_tokens)
         if not isinstance(adds, bool):
-            raise InvalidParameter(f"{ADD_SPECIAL_TOKENS} must be among true and false")
+            raise InvalidParameter(f"{ADD_SPECIAL_TOKENS} must be true or false")
         continued = ids_parameter(parameters, CONTINUED)
         prompts = [[*ids, *continued] for ids in self._prompts(inputs["QUERY"], parameters, adds)]
         batch = len(prompts)

@@ -213,7 +213,7 @@ def _guide(inputs: Inputs, row: int) -> Guide | None:
         return None
     known = [each.value for each in GuideKind]
     if kind not in known:
-        raise InvalidParameter(f"guided_decoding_guide_type must be among {known}, not {kind!r}")
+        raise InvalidParameter(f"guided_decoding_guide_type must be one of {known}, not {kind!r}")
     return Guide(GuideKind(kind), text)
 
 

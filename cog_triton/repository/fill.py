@@ -275,7 +275,7 @@ def _is_empty(value: object) -> bool:
 def _suggest(name: str, names: Collection[str]) -> str:
     if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {close[0]}?"
-    return f"; known are {', '.join(sorted(names))}" if names else ""
+    return f"; the known ones are {', '.join(sorted(names))}" if names else ""
 
 
 def _raise_if(problems: list[str]) -> None:

@@ -109,7 +109,7 @@ def render_chat(
     if prompt is None:
         raise errors.ChatTemplateError(_refusal(refusals[0])) from None
     if not prompt:
-        raise PromptRequired("the chat template makes an empty prompt of the messages")
+        raise PromptRequired("the chat template renders the messages as an empty prompt")
     limits.check("the prompt in its chat template", len(prompt))
     return prompt
 

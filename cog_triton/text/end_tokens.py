@@ -123,7 +123,7 @@ def tokenizer_end_id(directory: Path) -> int | None:
     for number, content in _tokenizer_json_tokens(directory / "tokenizer.json"):
         if content == token:
             return number
-    raise LookupError(f"{directory} does not say which id {token!r} has")
+    raise LookupError(f"{directory} does not define the id of the token {token!r}")
 
 
 def _tokenizer_json_tokens(file: Path) -> Iterator[tuple[int, str]]:

@@ -115,7 +115,7 @@ def local_path(source: str) -> Path:
         url = urlsplit(source)
         if url.netloc not in ("", "localhost"):
             raise ConfigurationError(
-                f"{shown_url(source)} names another machine's file; write file:///path"
+                f"{shown_url(source)} is a file on another machine; write file:///path"
             )
         return Path(url2pathname(url.path))
     scheme, separator, _ = source.partition("://")

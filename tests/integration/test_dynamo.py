@@ -176,7 +176,7 @@ def test_a_tool_is_called(scaled: Scaled) -> None:
     [
         ({"prompt": PROMPT, "n": 2, "temperature": 1}, "E1103 InvalidParameter: n must be 1"),
         ({"prompt": f"{PROMPT} " * 600}, "E1002 PromptTooLong: the prompt has"),
-        ({"prompt": PROMPT, "n": 2, "temperature": 1, "stream": True}, "n must be 1 here, not 2"),
+        ({"prompt": PROMPT, "n": 2, "temperature": 1, "stream": True}, "n must be 1, not 2"),
     ],
 )
 def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: str) -> None:

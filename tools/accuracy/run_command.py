@@ -21,7 +21,7 @@ It has the flags of TensorRT-LLM's run.py.
 
 It starts Triton on free ports with the deployment's settings, prints the completions and stops Triton.
 --engine_dir is the directory or tar file of a TensorRT-LLM engine or a checkpoint, or a Hugging Face id.
-It defaults to MODEL and ENGINE_DIR, which docs/configuration.md describes.
+It defaults to the settings ENGINE_DIR and MODEL.
 """
 
 
@@ -84,10 +84,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--hf_model_dir",
         "--model_dir",
         metavar="DIRECTORY",
-        help="checkpoint to run; default: MODEL",
+        help="checkpoint to run; default: $MODEL",
     )
     parser.add_argument(
-        "--tokenizer_dir", metavar="DIRECTORY", help="default: TOKENIZER, or the checkpoint's"
+        "--tokenizer_dir", metavar="DIRECTORY", help="default: $TOKENIZER, or the checkpoint's"
     )
     parser.add_argument(
         "--streaming", action="store_true", help="print each output as it is generated"

@@ -6,7 +6,7 @@ from pathlib import Path
 from cog_triton.cli.options import Variables, positive_integer
 
 DESCRIPTION = """
-It does what summarize.py of the TensorRT-LLM guides does.
+It has the flags of summarize.py in NVIDIA's guides.
 
     cog-triton summarize --hf_model_dir cog_triton/demo --eval_task question_answering \\
         --dataset_dir examples/summarize/demo.jsonl --batch_size 8 --check_accuracy
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine_dir",
         metavar="DIRECTORY",
-        help="TensorRT-LLM engine to start; default: ENGINE_DIR",
+        help="TensorRT-LLM engine to start; default: $ENGINE_DIR",
     )
     parser.add_argument(
         "--settings",

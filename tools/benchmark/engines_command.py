@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=positive_integer,
         metavar="N",
-        help="CPU threads of each contestant; default: OMP_NUM_THREADS",
+        help="CPU threads of each contestant; default: $OMP_NUM_THREADS",
     )
     parser.add_argument(
         "--model-directory",

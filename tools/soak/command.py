@@ -10,8 +10,8 @@ DESCRIPTION = """
     cog-triton soak --minutes 2 --chaos
     cog-triton soak --kills 200 --engine simulated
 
-The report is in artifacts/soak: soak.json, and soak.html with the plots. The exit status is 0, 1 when a
-goal was missed (docs/measuring.md lists them), and 2 when a server could not be started.
+The report is in artifacts/soak: soak.json, and soak.html with the plots. The exit
+status is 1 if a goal was missed (docs/measuring.md lists them) and 2 if a server could not be started.
 """
 KINDS = ["cog", "openai", "cog-http"]
 

@@ -77,7 +77,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "-u",
         "--url",
         metavar="HOST:PORT",
-        help="default: localhost and TRITON_HTTP_PORT (8000) or TRITON_GRPC_PORT (8001)",
+        help="default: localhost and $TRITON_HTTP_PORT (8000) or $TRITON_GRPC_PORT (8001)",
     )
     parser.add_argument(
         "-i",

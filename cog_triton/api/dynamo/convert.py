@@ -58,7 +58,7 @@ def request_of(
     for name in ("n", "best_of"):
         if sampling.get(name, 1) != 1:
             raise InvalidParameter(
-                f"{name} must be 1 here, not {sampling[name]}: send several requests"
+                f"{name} must be 1, not {sampling[name]}: send several requests instead"
             )
     if sampling.get("use_beam_search"):
         raise InvalidParameter("use_beam_search is not supported")

@@ -274,7 +274,7 @@ class Marks:
             async for _ in await self._client.direct(mark, worker):
                 pass
         except Exception as error:  # whatever Dynamo's transport raises
-            logger.debug("worker %d has not learned of a request: %s", worker, error)
+            logger.debug("worker %d could not be told about a moved request: %s", worker, error)
 
     async def _told(self, mark: dict[str, Any]) -> Chunks:
         self._remember(mark["id"], mark["length"])

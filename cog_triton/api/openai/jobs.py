@@ -123,7 +123,7 @@ class Jobs(ABC, Generic[JobT]):
             except JournalUnavailable:
                 pass  # the writer has logged it
             except Exception:
-                logger.exception("looking for work to run failed")
+                logger.exception("could not look for background work")
                 await asyncio.sleep(FIRST_PAUSE)
             with anyio.move_on_after(LOOK_SECONDS):
                 await self.wake.wait()
@@ -192,7 +192,7 @@ class Jobs(ABC, Generic[JobT]):
             self._retries.pop(id, None)
             self.wake.set()
         elif self.closed:
-            logger.info("%s is left for later", id)
+            logger.info("%s will continue when the server starts again", id)
         else:
             retry = self._retries.setdefault(id, RetryPolicy())
             retry.on_failure(error)

@@ -57,7 +57,7 @@ HISTOGRAMS: dict[str, tuple[float, ...]] = {
     "request_prompt_tokens": TOKEN_BUCKETS,
     "request_generation_tokens": TOKEN_BUCKETS,
 }  # fmt: skip
-TEXT = "As vLLM's of this name; see docs/openai.md."
+TEXT = "Same as vLLM's metric of this name."
 REFRESH_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 LAST_SECONDS = 2.0  # for requests that were ended by force to send their clients the error

@@ -164,7 +164,7 @@ def test_guides(options: dict[str, Any], guide: Guide | None) -> None:
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        pytest.param({"sampling_options": {"n": 2}}, "n must be 1 here", id="two answers"),
+        pytest.param({"sampling_options": {"n": 2}}, "n must be 1", id="two answers"),
         pytest.param(
             {"sampling_options": {"use_beam_search": True}}, "use_beam_search", id="beam search"
         ),

@@ -149,11 +149,11 @@ class Journal:
                 continue
             if not isinstance(error, JournalUnavailable):
                 kind = type(error).__name__
-                logger.error("one write to the journal failed: %s: %s", kind, text, exc_info=error)
+                logger.error("a write to the journal failed: %s: %s", kind, text, exc_info=error)
             elif text != self._reported or time.monotonic() - self._reported_at > REPORT_SECONDS:
                 self._reported = text
                 self._reported_at = time.monotonic()
-                logger.warning("writes fail: %s", error.message)
+                logger.warning("writes to the journal fail: %s", error.message)
         if not errors:
             self._reported = ""
         if not any(LOCKED in text for text in errors):
