@@ -98,8 +98,8 @@ def test_a_server_that_hangs_without_its_port_is_not_waited_for(
     line = b"E1124 05:22:00.000000 1 main.cc:257] failed to start HTTP service: already in use\n"
     assert list(server._log.read([line]))
     with subprocess.Popen(["sleep", "600"]) as server._process:
-        server._threads = [threading.Thread(target=server._process.wait)]
-        server._threads[0].start()
+        server._end_thread = threading.Thread(target=server._process.wait)
+        server._end_thread.start()
         with pytest.raises(TritonPortTaken, match="tritonserver: failed to start HTTP service"):
             server._wait_until_ready()
         server._process.kill()
@@ -121,3 +121,16 @@ def test_two_stops_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for stopped in [pool.submit(server.stop) for _ in range(2)]:
             stopped.result(60)
     assert not server.alive
+
+
+def test_a_log_that_cannot_be_shown_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server whose pipe is full would wait, and answer nobody."""
+    server = TritonServer(tmp_path, tmp_path, read_settings({}))
+    monkeypatch.setattr(server, "_forward_line", lambda *_: 1 / 0)
+    megabyte = ["head", "-c", "1000000", "/dev/zero"]
+    with subprocess.Popen(["sh", "-c", f"echo begin; {' '.join(megabyte)}"], stdout=-1) as process:
+        server._forward_log(process)
+        assert process.returncode == 0
+    assert "the rest of the log of tritonserver is not shown" in caplog.text
