@@ -20,7 +20,7 @@ from tools.benchmark import servers
 from tools.benchmark.bench_command import Options
 from tools.benchmark.load import WORDS, Load, loads_of
 from tools.benchmark.measuring import Result, measure, run_loads
-from tools.benchmark.processes import LOAD_GENERATOR, TABLES
+from tools.benchmark.processes import LOAD_GENERATOR
 from tools.benchmark.report import Check, report_of
 from tools.benchmark.servers import Environment, one_token_engine, simulated, started
 from tools.benchmark.targets import (
@@ -35,7 +35,6 @@ from tools.command_line import begin, environment, progress
 
 STREAMS, PACE_MS = 64, 20.0
 LONG_PROMPTS, LONG_PROMPT_CHARACTERS = 100, 100_000
-SETUP: str = TABLES["setup"]  # a program that prints the seconds of it
 
 Found = Iterator[Result | Check]
 
@@ -145,9 +144,12 @@ def start_times(environment: Environment, directory: Path) -> Found:
     """Time setup() against a bare tritonserver on the same repository, turn by turn; medians of three."""
 
     def setup_seconds(given: Environment) -> float:
-        command, environ = [sys.executable, "-c", SETUP], {**given, **servers.ANY_PORTS}
         done = subprocess.run(
-            command, env=environ, cwd=PACKAGE_ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "tools.benchmark.setup_time"],
+            env={**given, **servers.ANY_PORTS},
+            cwd=PACKAGE_ROOT,
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise ChildProcessError(f"a setup failed: {done.stderr.strip().splitlines()[-1]}")

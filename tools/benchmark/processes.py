@@ -8,11 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
-import yaml
 
 MEGABYTE = 1e6
 LOAD_GENERATOR = "load-generator"
-TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+# Texts in the command line of a process, and its role; the first that is there counts.
+ROLES = {
+    "cog.server.http": "cog",
+    "cog_triton.api.cog.server": "cog",
+    "serve_openai.py": "openai",
+    "cog_triton.api.openai.workers": "openai",
+    "vllm.entrypoints": "vllm-serve",
+    "VLLM::": "vllm-engine",
+    "coglet.server._run_worker": "predictor",
+}
 _TAKEN: list[socket.socket] = []  # of free_port
 
 
@@ -46,7 +54,10 @@ def role_of(command: list[str]) -> str:
     if program == "tritonserver":
         return program
     line = " ".join(command)
-    return next((role for text, role in TABLES["roles"].items() if text in line), "other")
+    for text, role in ROLES.items():
+        if text in line:
+            return role
+    return "other"
 
 
 def free_port() -> int:

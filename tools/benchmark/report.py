@@ -26,9 +26,19 @@ from rich.text import Text
 from cog_triton.redaction import HIDDEN, shown_value, shown_words
 from cog_triton.settings import VARIABLES
 from tools.benchmark.measuring import Result
-from tools.benchmark.processes import TABLES
 
-COLUMNS: dict[str, str] = TABLES["columns"]
+# Columns of the table of results, and the figures in them.
+COLUMNS = {
+    "tok/s": "tokens_per_s",
+    "req/s": "requests_per_s",
+    "TTFT p50": "ttft_ms_p50",
+    "p99": "ttft_ms_p99",
+    "ITL p50": "itl_ms_p50",
+    "gap p99": "gap_ms_p99",
+    "e2e p50": "e2e_ms_p50",
+    "tok/chunk": "tokens_per_chunk",
+    "tok/core-s": "tokens_per_core_second",
+}
 BUSY_SHARE = 0.8  # of a core; above, a load generator measures itself
 WIDTH = 120  # characters of a table
 PACKAGES = "cog-triton cog nvidia-pytriton tritonclient tensorrt_llm vllm torch transformers"

@@ -20,13 +20,18 @@ from cog_triton.repository.fill import CONFIG, fill_repository, read_config
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from tools.benchmark.processes import TABLES, command_of, free_port
+from tools.benchmark.processes import command_of, free_port
 from tools.benchmark.targets import MODEL, Endpoints
 from tools.command_line import progress
 
 STOP_SECONDS = 60.0
 LOG_TAIL = 3000  # characters
 SCRIPTS = {"cog": ("serve.py",), "openai": ("serve_openai.py", "--served-model-name", MODEL)}
+# The text of the simulated engine. No character has several tokens, which would come as one chunk.
+SIMULATED_TEXT = (
+    "A simulated engine needs no model and no GPU. It reads these sentences again and again, at the pace "
+    "it was told. "
+)
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 STREAMS = 256
 # More than a benchmark's longest answer and its prompt have.
@@ -120,7 +125,7 @@ def simulated(directory: Path, pace_ms: float = 0, *, each_token: bool = False) 
     config.write_text(f"server: {{tensorrt_llm: {{args: {{{most}}}}}}}\n")
     return {
         "ENGINE": "simulated",
-        "SIMULATED_TEXT": TABLES["text"],
+        "SIMULATED_TEXT": SIMULATED_TEXT,
         "SIMULATED_INTER_TOKEN_MS": str(pace_ms),
         "COG_MAX_CONCURRENCY": str(STREAMS),
         "COG_TRITON_CONFIG": str(config),
