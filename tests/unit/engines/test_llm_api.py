@@ -17,10 +17,9 @@ from cog_triton.engines.base import EngineError, SamplingParams, Step, create_en
 from cog_triton.engines.library_arguments import ARGUMENTS
 from cog_triton.engines.llm_api import context_length, is_forgetful
 from cog_triton.errors import error_from_text
-from tests.support import load_cases
 from tests.unit.engines.conftest import TESTS, Requests, request
+from tests.unit.engines.test_library import LLM_API_REQUESTS
 
-CASES = load_cases(__file__, "library.yaml")
 CONTRACT: dict[str, Any] = json.loads((TESTS / "contracts/tensorrt_llm_llm_api.json").read_text())
 # Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
 READ = {"build_config", "sampler_type"}
@@ -109,9 +108,10 @@ def test_no_argument_is_outside_of_the_contract() -> None:
     assert names == set(CONTRACT["KvCacheConfig"])
     plain = {section for section, argument in arguments if not argument}
     assert plain <= set(CONTRACT["LLM"]["committed_arguments"])
-    assert {name for case in CASES["requests"]["llmapi"] for name in case["arguments"]} <= {
-        *CONTRACT["SamplingParams"]
-    }
+    for case in LLM_API_REQUESTS:
+        _, sampling_arguments = case.values
+        assert isinstance(sampling_arguments, dict)
+        assert sampling_arguments.keys() <= {*CONTRACT["SamplingParams"]}
 
 
 # Its file
@@ -156,7 +156,23 @@ def test_a_load_that_fails_says_why(fake: Any, make: Make, tmp_path: Path) -> No
         make()
 
 
-@pytest.mark.parametrize(("given", "args", "config", "length"), CASES["context_lengths"])
+@pytest.mark.parametrize(
+    ("given", "args", "config", "length"),
+    [
+        pytest.param({"max_seq_len": 10}, {"max_seq_len": 20}, {}, 10, id="of the variable"),
+        pytest.param({}, {"max_seq_len": 20}, {"max_position_embeddings": 30}, 20, id="of the LLM"),
+        pytest.param(
+            {}, {"max_seq_len": None}, {"max_position_embeddings": 30}, 30, id="of the model"
+        ),
+        pytest.param(
+            {},
+            {},
+            {"text_config": {"max_position_embeddings": 40}},
+            40,
+            id="of the model's part for texts",
+        ),
+    ],
+)
 def test_context_length(tmp_path: Path, given: Any, args: Any, config: Any, length: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = SimpleNamespace(args=SimpleNamespace(**args))
@@ -200,7 +216,15 @@ def test_seeds_that_are_ignored_are_said_once_and_not_refused(
     assert "seeds" not in caplog.text
 
 
-@pytest.mark.parametrize(("version", "options", "forgetful"), CASES["samplers"])
+@pytest.mark.parametrize(
+    ("version", "options", "forgetful"),
+    [
+        pytest.param("1.2.1", {"sampler_type": "auto"}, True, id="default of 1.2"),
+        pytest.param("1.2.1", {"sampler_type": "TorchSampler"}, True, id="PyTorch's of 1.2"),
+        pytest.param("1.2.1", {"backend": "tensorrt"}, False, id="TensorRT of 1.2"),
+        pytest.param("1.3.0", {"sampler_type": "auto"}, False, id="default of 1.3"),
+    ],
+)
 def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> None:
     assert is_forgetful(version, options) is forgetful
     assert not is_forgetful(version, {"sampler_type": SimpleNamespace(value="TRTLLMSampler")})

@@ -24,17 +24,21 @@ from cog_triton.engines.base import (
 from cog_triton.engines.grammars import grammar, without_others
 from cog_triton.engines.guides import Guided, Guides
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
-from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 
-CASES = load_cases(__file__, "guides.yaml")
-SCHEMA = CASES["schema"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "colours": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "count", "colours"],
+    "additionalProperties": False,
+}
 JSON_SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))
 # Patterns that must all match: no limit of llguidance's ends its compiler.
 PATTERNS = [{"type": "string", "pattern": f".*a{{{i}}}b.*"} for i in range(1, 60)]
-ENDLESS = {"kind": "json_schema", "guide": json.dumps({"allOf": PATTERNS})}
-ENDLESS["reason"] = "takes more than 2 s to compile"
-NESTED = {"kind": "ebnf_grammar", "guide": "root ::= " + "(" * 9000, "reason": "nested too deeply"}
 
 
 @pytest.fixture
@@ -78,14 +82,42 @@ def test_sampled_answers_are_of_the_schema_and_leave_others_alone(ask: Any, toke
     assert other.wait().ids == alone
 
 
-@pytest.mark.parametrize("case", CASES["kinds"])
-def test_every_kind_of_guide(ask: Any, tokenizer: Any, case: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("guide", "pattern", "wish"),
+    [
+        pytest.param(
+            Guide(GuideKind.REGEX, "[0-9]{4}-[0-9]{2}"), r"\d{4}-\d\d", "", id="regular expression"
+        ),
+        pytest.param(
+            Guide(GuideKind.GRAMMAR, 'root ::= i ("," i)?\ni ::= [a-c]'),
+            "[a-c](,[a-c])?",
+            "",
+            id="grammar",
+        ),
+        pytest.param(
+            Guide(GuideKind.CHOICE, '["Rome", "Bonn (DE)"]'), r"Rome|Bonn \(DE\)", "", id="choice"
+        ),
+        # Classes are ASCII, as Python's re has them with that flag; Unicode's by name.
+        pytest.param(Guide(GuideKind.REGEX, r"\d{4}"), "[0-9]{4}", "٣", id="digits"),
+        pytest.param(Guide(GuideKind.REGEX, r"\w{4}"), "[a-zA-Z0-9_]{4}", "é", id="letters"),
+        pytest.param(Guide(GuideKind.REGEX, r"\p{Lu}{2}"), "[^a-z]{2}", "a", id="class of Unicode"),
+        pytest.param(
+            Guide(GuideKind.JSON_SCHEMA, r'{"pattern": "^\\d{3}$", "type": "string"}'),
+            '"[0-9]{3}"',
+            "٣",
+            id="pattern in a schema",
+        ),
+    ],
+)
+def test_every_kind_of_guide(
+    ask: Any, tokenizer: Any, guide: Guide, pattern: str, wish: str
+) -> None:
     """With a model that would rather write something else."""
-    wish = tokenizer(case.get("wish", ""), add_special_tokens=False).input_ids
+    wished = tokenizer(wish, add_special_tokens=False).input_ids
     for seed in range(4):
-        made = engine_guide(Guide(GuideKind(case["kind"]), case["guide"]))
-        stream = ask(made, seed, temperature=2.0, logit_bias=dict.fromkeys(wish, 50.0))
-        assert re.fullmatch(case["pattern"], text(stream, tokenizer))
+        made = engine_guide(guide)
+        stream = ask(made, seed, temperature=2.0, logit_bias=dict.fromkeys(wished, 50.0))
+        assert re.fullmatch(pattern, text(stream, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +151,51 @@ def test_the_guide_goes_before_bad_words_and_the_minimum(ask: Any, tokenizer: An
     assert text(ask(guide, sampling={"min_tokens": 20, "bad_words": (a,)}), tokenizer) == "a"
 
 
-@pytest.mark.parametrize("case", [*CASES["refused"], ENDLESS, NESTED])
-def test_what_is_no_guide_is_refused_before_any_token(ask: Any, case: dict[str, str]) -> None:
-    assert re.search(case["reason"], refusal(ask(Guide(GuideKind(case["kind"]), case["guide"]))))
+@pytest.mark.parametrize(
+    ("guide", "reason"),
+    [
+        pytest.param(
+            Guide(GuideKind.REGEX, "["),
+            "type regex cannot be used: .*unclosed character class",
+            id="no regular expression",
+        ),
+        pytest.param(
+            Guide(GuideKind.REGEX, "(?=a)b"), "look-around, .* is not supported", id="look-ahead"
+        ),
+        pytest.param(
+            Guide(GuideKind.JSON_SCHEMA, "{"),
+            "type json_schema cannot be used: .*column 1",
+            id="no JSON",
+        ),
+        pytest.param(
+            Guide(GuideKind.JSON_SCHEMA, '{"uniqueItems": true}'),
+            "Unimplemented keys.*uniqueItems",
+            id="keyword that is not known",
+        ),
+        pytest.param(
+            Guide(GuideKind.GRAMMAR, "root ::= other"),
+            "ebnf_grammar .* Rule 'other' not found",
+            id="rule that is not there",
+        ),
+        pytest.param(
+            Guide(GuideKind.STRUCTURAL_TAG, "{}"),
+            "structural_tag .* does not support this type",
+            id="structural tag",
+        ),
+        pytest.param(
+            Guide(GuideKind.JSON_SCHEMA, json.dumps({"allOf": PATTERNS})),
+            "takes more than 2 s to compile",
+            id="schema that takes long",
+        ),
+        pytest.param(
+            Guide(GuideKind.GRAMMAR, "root ::= " + "(" * 9000),
+            "nested too deeply",
+            id="grammar that is deep",
+        ),
+    ],
+)
+def test_what_is_no_guide_is_refused_before_any_token(ask: Any, guide: Guide, reason: str) -> None:
+    assert re.search(reason, refusal(ask(guide)))
 
 
 def test_an_end_token_that_is_text_is_the_end_alone(ask: Any, tokenizer: Any) -> None:
@@ -259,15 +333,84 @@ def test_masks_that_cannot_be_computed_end_the_requests_with_guides_alone(
 # What of a schema's objects is closed
 
 
-@pytest.mark.parametrize("schema", CASES["closed"])
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+    "required": ["name"],
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param(CITY, id="alone"),
+        pytest.param({"type": "array", "items": CITY}, id="in a list"),
+        pytest.param({"type": "object", "additionalProperties": CITY}, id="as any property"),
+        pytest.param({"anyOf": [CITY, {"type": "null"}]}, id="or null"),
+        pytest.param({"allOf": [CITY]}, id="alone of all"),
+        pytest.param({"$ref": "#/$defs/City", "$defs": {"City": CITY}}, id="by reference"),
+        pytest.param(
+            {"definitions": {"C": CITY}, "prefixItems": [{"$ref": "#/definitions/C"}]},
+            id="by reference in a list",
+        ),
+        pytest.param(
+            {"minProperties": 3, "properties": {"properties": CITY, "const": CITY}},
+            id="of properties with names of keywords",
+        ),
+    ],
+)
 def test_an_object_has_its_listed_properties_only(schema: Any) -> None:
-    city, closed = CASES["city"], {**CASES["city"], "additionalProperties": False}
     text = json.dumps(schema)
-    expected = text.replace(json.dumps(city), json.dumps(closed))
+    closed = {**CITY, "additionalProperties": False}
+    expected = text.replace(json.dumps(CITY), json.dumps(closed))
     assert json.loads(without_others(text)) == json.loads(expected)
 
 
-@pytest.mark.parametrize("schema", CASES["open"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param(
+            {**CITY, "additionalProperties": {"type": "string"}}, id="properties of another type"
+        ),
+        pytest.param({"type": "object", "properties": {}}, id="no properties"),
+        pytest.param(
+            {**CITY, "required": ["name", "country"]}, id="required property that is not listed"
+        ),
+        pytest.param({**CITY, "minProperties": 3}, id="more properties than are listed"),
+        pytest.param({"enum": [CITY], "default": CITY}, id="values and defaults"),
+        pytest.param(
+            {"allOf": [CITY, {"properties": {"country": {"type": "string"}}}]}, id="all of two"
+        ),
+        pytest.param(
+            {**CITY, "anyOf": [{"properties": {"country": {}}}]}, id="any of others beside it"
+        ),
+        pytest.param(
+            {**CITY, "$ref": "#/$defs/Other", "$defs": {"Other": CITY}}, id="reference beside it"
+        ),
+        pytest.param(
+            {"anyOf": [CITY], "required": ["country"]}, id="required property outside of it"
+        ),
+        pytest.param(
+            {**CITY, "dependentRequired": {"name": ["country"]}},
+            id="property that another requires",
+        ),
+        pytest.param({"oneOf": [CITY, {"properties": {"country": {}}}]}, id="one of two"),
+        pytest.param(
+            {"type": "array", "items": {**CITY, "not": {"properties": {"size": {"const": 1}}}}},
+            id="what it must not be",
+        ),
+        pytest.param(
+            {
+                **CITY,
+                "if": {"properties": {"size": {"const": 1}}},
+                "then": {"required": ["country"]},
+            },
+            id="conditions",
+        ),
+        pytest.param({**CITY, "required": 5}, id="required that is no list"),
+        pytest.param([CITY], id="list in place of a schema"),
+    ],
+)
 def test_what_may_have_other_properties_stays_as_it_is(schema: Any) -> None:
     assert json.loads(without_others(json.dumps(schema))) == schema
 

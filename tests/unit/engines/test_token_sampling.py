@@ -1,6 +1,7 @@
 """The choice of tokens by the engine on transformers: its distribution, limits, penalties and noise."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ import transformers
 from cog_triton.engines import transformers_step as module
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.transformers_step import History, choose, noise_key
-from tests.support import load_cases
 from tests.unit.engines.conftest import MAX_SEED
 
-CASES = load_cases(__file__, "sampling.yaml")
 ROWS = 20_000
 
 
@@ -24,21 +23,42 @@ def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> lis
 
 
 @pytest.mark.parametrize("seed", [0, MAX_SEED])
-@pytest.mark.parametrize("sampling", CASES["sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingParams(temperature=0.5, top_p=1.0), id="low temperature"),
+        pytest.param(SamplingParams(temperature=2.0, top_p=1.0), id="high temperature"),
+        pytest.param(SamplingParams(top_k=3), id="top_k"),
+        pytest.param(
+            SamplingParams(temperature=3.0, top_p=0.8, min_p=0.1),
+            id="high temperature, top_p, min_p",
+        ),
+        pytest.param(
+            SamplingParams(temperature=0.5, top_k=40, min_p=0.01),
+            id="low temperature, top_k, min_p",
+        ),
+        pytest.param(SamplingParams(top_p=1.0, min_p=0.5), id="min_p"),
+        pytest.param(
+            SamplingParams(temperature=2.5, top_k=30, top_p=0.5),
+            id="high temperature, top_k, top_p",
+        ),
+        pytest.param(SamplingParams(temperature=1.5, top_p=0.2), id="temperature, top_p"),
+    ],
+)
 def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
-    sampling: dict[str, Any], seed: int
+    sampling: SamplingParams, seed: int
 ) -> None:
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)) * 2
-    warpers = [transformers.TemperatureLogitsWarper(sampling.get("temperature", 1.0))]
-    if "top_k" in sampling:
-        warpers.append(transformers.TopKLogitsWarper(sampling["top_k"]))
-    if sampling.get("top_p", 1.0) < 1:
-        warpers.append(transformers.TopPLogitsWarper(sampling["top_p"]))
-    if "min_p" in sampling:
-        warpers.append(transformers.MinPLogitsWarper(sampling["min_p"]))
+    warpers = [transformers.TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        warpers.append(transformers.TopKLogitsWarper(sampling.top_k))
+    if 0 < sampling.top_p < 1:
+        warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(transformers.MinPLogitsWarper(sampling.min_p))
     warped = transformers.LogitsProcessorList(warpers)(None, logits)[0]
 
-    counts = Counter(chosen(logits[0], SamplingParams(seed=seed, **sampling), ROWS))
+    counts = Counter(chosen(logits[0], replace(sampling, seed=seed), ROWS))
 
     assert counts.keys() <= set(warped.isfinite().nonzero()[:, 0].tolist())
     expected = {t: p * ROWS for t, p in enumerate(warped.softmax(-1).tolist()) if p * ROWS > 20}
@@ -47,10 +67,21 @@ def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
     assert deviation < 2.5 * len(expected) + 25  # by chance in fewer than one of 100,000
 
 
-@pytest.mark.parametrize("sampling", CASES["greedy"])
-def test_greedy(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingParams(temperature=0.0, top_p=1.0), id="temperature 0"),
+        pytest.param(SamplingParams(top_k=1, top_p=1.0), id="top_k 1"),
+        pytest.param(SamplingParams(), id="neither top_k nor top_p"),
+        pytest.param(SamplingParams(top_p=1e-09), id="tiny top_p"),
+        pytest.param(SamplingParams(top_k=2, top_p=1e-300), id="tinier top_p, and top_k"),
+        pytest.param(SamplingParams(temperature=1e-30, top_p=1.0), id="tiny temperature"),
+        pytest.param(SamplingParams(temperature=1e-300, top_p=1.0), id="tinier temperature"),
+    ],
+)
+def test_greedy(sampling: SamplingParams) -> None:
     logits = torch.tensor([50.0, 90.0, 90.5, -3.0, 90.25])
-    assert chosen(logits, SamplingParams(**sampling), 50) == [2] * 50
+    assert chosen(logits, sampling, 50) == [2] * 50
 
 
 @pytest.mark.parametrize("limits", [{"top_p": 1.0}, {"top_p": 0.999}, {"top_k": 900}])
@@ -93,11 +124,36 @@ def history(ids: list[int], size: int, sampling: SamplingParams, continued: int 
     return History(request, size, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("values", "excluded"), CASES["excluded"])
-def test_bad_words_and_the_minimum(values: dict[str, Any], excluded: list[int]) -> None:
-    made, logits = history(PROMPT, 6, SamplingParams(**values)), torch.zeros(6)
+@pytest.mark.parametrize(
+    ("sampling", "excluded"),
+    [
+        pytest.param(SamplingParams(bad_words=((2,), (5,))), {2, 5}, id="words of a token"),
+        pytest.param(SamplingParams(bad_words=((4, 2),)), {2}, id="word that the output began"),
+        pytest.param(SamplingParams(bad_words=((3, 2),)), set(), id="word that nothing began"),
+        pytest.param(
+            SamplingParams(bad_words=((4, 4, 4, 0), (4, 4, 0, 1))),
+            {0},
+            id="words of several tokens",
+        ),
+        pytest.param(
+            SamplingParams(bad_words=((1, 3, 3, 4, 4, 4, 5),)),
+            {5},
+            id="word that was begun in the prompt",
+        ),
+        pytest.param(
+            SamplingParams(bad_words=((0, 1, 1, 3, 3, 4, 4, 4, 5),)),
+            set(),
+            id="word that is longer than all there is",
+        ),
+        pytest.param(SamplingParams(min_tokens=4), set(), id="minimum that is reached"),
+        pytest.param(SamplingParams(min_tokens=5), {1}, id="minimum that is not reached"),
+    ],
+)
+def test_bad_words_and_the_minimum(sampling: SamplingParams, excluded: set[int]) -> None:
+    """The end token is 1."""
+    made, logits = history(PROMPT, 6, sampling), torch.zeros(6)
     found = made.change(logits, PROMPT + OUTPUT)
-    assert set(found.isneginf().nonzero()[:, 0].tolist()) == {*excluded}
+    assert set(found.isneginf().nonzero()[:, 0].tolist()) == excluded
     assert not logits.any()
 
 

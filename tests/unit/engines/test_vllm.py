@@ -17,7 +17,7 @@ from cog_triton.engines.vllm import VllmEngine
 from cog_triton.engines.vllm_arguments import engine_config, guide_arguments, on_device
 from cog_triton.processes import python
 from cog_triton.request.request import Guide, GuideKind
-from tests.support import ROOT, load_cases
+from tests.support import ROOT
 
 # Its arguments; what holds for all libraries is in test_library.py
 
@@ -36,11 +36,70 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     assert {*names} - ARGUMENTS.keys() == apart
 
 
-@pytest.mark.parametrize("case", load_cases(__file__, "library.yaml")["devices"])
-def test_on_device(tmp_path: Path, case: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(case["saved"]))
-    given = {"model": str(tmp_path), **case["given"]}
-    assert on_device(given, cpu=case["cpu"]) == {**given, **case["added"]}
+@pytest.mark.parametrize(
+    ("config", "arguments", "cpu", "added"),
+    [
+        # A model keeps its data type.
+        pytest.param({"dtype": "float32"}, {}, False, {"dtype": "float32"}, id="single precision"),
+        pytest.param(
+            {"torch_dtype": "float32"},
+            {},
+            False,
+            {"dtype": "float32"},
+            id="single precision by its older name",
+        ),
+        pytest.param({"dtype": "bfloat16"}, {}, False, {}, id="half precision"),
+        pytest.param({}, {}, False, {}, id="unknown precision"),
+        pytest.param(
+            {"dtype": "bfloat16"}, {"dtype": "float32"}, False, {}, id="precision that is set"
+        ),
+        # Adapters on a GPU are applied in half precision, which vLLM's own choice is.
+        pytest.param({"dtype": "float32"}, {"enable_lora": True}, False, {}, id="adapters"),
+        pytest.param(
+            {"dtype": "float32"},
+            {"enable_lora": True, "dtype": "bfloat16"},
+            False,
+            {},
+            id="adapters, and a precision that is set",
+        ),
+        pytest.param(
+            {"dtype": "float32"},
+            {"enable_lora": True},
+            True,
+            {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30},
+            id="adapters on a CPU",
+        ),
+        # On CPUs it would compile for minutes, and take most of the memory.
+        pytest.param(
+            {}, {}, True, {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}, id="CPU"
+        ),
+        pytest.param(
+            {},
+            {"enforce_eager": False, "kv_cache_memory_bytes": 5},
+            True,
+            {},
+            id="CPU with settings of its own",
+        ),
+        pytest.param(
+            {},
+            {"gpu_memory_utilization": 0.2},
+            True,
+            {"enforce_eager": True},
+            id="CPU with a share of the memory",
+        ),
+    ],
+)
+def test_on_device(
+    tmp_path: Path,
+    config: dict[str, str],
+    arguments: dict[str, Any],
+    cpu: bool,
+    added: dict[str, Any],
+) -> None:
+    """``config`` is the model's; ``added`` is what vLLM is given beside its arguments."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = {"model": str(tmp_path), **arguments}
+    assert on_device(arguments, cpu=cpu) == {**arguments, **added}
 
 
 def test_adapters_on_a_gpu_in_full_precision_are_refused() -> None:
