@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cog_triton.models.stub import Array
 
@@ -81,3 +82,11 @@ def request(inputs: Any, names: Iterable[str], sender: Any, name: str = "7", **g
         parameters=lambda: json.dumps(given) if given else "",
         get_response_sender=lambda: sender,
     )
+
+
+# Lists as TensorRT-LLM takes them, and the words in them.
+WORD_LISTS = [
+    pytest.param([[5, 6, 7], [2, 3, -1]], [[5, 6], [7]], id="the contract's example"),
+    pytest.param([[7, 5, 6, 8], [1, 4, -1, -1]], [[7], [5, 6, 8]], id="several words"),
+    pytest.param([[], []], [], id="no words"),
+]

@@ -27,8 +27,7 @@ from cog_triton.protocol.parameters import ids_text
 from cog_triton.request.limits import WORD_IDS
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.text.words import WordTokenizer
-from tests.support import load_cases
-from tests.unit.models.support import PbUtils, Sender
+from tests.unit.models.support import WORD_LISTS, PbUtils, Sender
 from tests.unit.models.support import request as stub_request
 
 
@@ -260,7 +259,7 @@ def test_words_may_match_alone_as_at_nvidia(tokenizer: Tokenizer) -> None:
     assert words_from_list(found[0]) == word_ids(tokenizer, "rules", "two words")
 
 
-@pytest.mark.parametrize(("expected", "words"), load_cases(__file__, "inputs.yaml")["words"])
+@pytest.mark.parametrize(("expected", "words"), WORD_LISTS)
 def test_word_lists_are_tensorrt_llms(expected: list[list[int]], words: list[list[int]]) -> None:
     (found,) = word_lists([words])
     assert (found.tolist(), found.dtype) == (expected, np.int32)

@@ -22,10 +22,8 @@ from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.protocol.names import CONTINUED
 from cog_triton.protocol.parameters import ids_text
 from cog_triton.request.request import Guide, GuideKind
-from tests.support import load_cases
-from tests.unit.models.support import CONTRACT, DTYPES
+from tests.unit.models.support import CONTRACT, DTYPES, WORD_LISTS
 
-CASES = load_cases(__file__, "inputs.yaml")
 INPUTS = {tensor["name"]: tensor for tensor in CONTRACT["tensorrt_llm"]["inputs"]}
 
 
@@ -65,9 +63,30 @@ def lists(tensors: dict[str, Array]) -> dict[str, Any]:
 # Requests
 
 
+# Of two prompts: the first has what is taken where nothing is given.
+BATCH: dict[str, list[Any]] = {
+    "input_ids": [[5, 6, 7], [8, 0, 0]],
+    "request_output_len": [10, 20],
+    "end_id": [-1, 2],
+    "stop_words_list": [[[0, 0, 0], [-1, -1, -1]], [[5, 6, 7], [2, 3, -1]]],
+    "bad_words_list": [[[0], [-1]], [[8], [1]]],
+    "runtime_top_k": [0, 40],
+    "runtime_top_p": [0.0, 0.75],
+    "return_log_probs": [False, True],
+}
+# Those whose names are the names of sampling parameters.
+SAMPLING: dict[str, list[Any]] = {
+    "temperature": [1.0, 0.5],
+    "seed": [0, 2**64 - 1],
+    "repetition_penalty": [1.0, 1.5],
+    "presence_penalty": [0.0, -0.5],
+    "frequency_penalty": [0.0, 0.25],
+    "min_tokens": [0, 3],
+}
+
+
 def test_all_values_of_a_batch() -> None:
-    """Of two prompts: the first has what is taken where nothing is given."""
-    given = CASES["batch"] | CASES["sampling"]
+    given = BATCH | SAMPLING
     lengths = {"input_lengths": np.array([[3], [1]])}  # a scalar may have kept its dimension
     tensors = {name: tensor(name, *values) for name, values in given.items()}
     first, second = generation_requests({**tensors, **lengths})
@@ -75,7 +94,7 @@ def test_all_values_of_a_batch() -> None:
     assert first == GenerationRequest("", [5, 6, 7], 10, sampling=SamplingParams(seed=0))
     assert first.sampling.greedy
     assert first.sampling.plain
-    all_values: Any = {name: value for name, (_, value) in CASES["sampling"].items()}
+    all_values: Any = {name: value for name, (_, value) in SAMPLING.items()}
     sampling = SamplingParams(top_k=40, top_p=0.75, bad_words=((8,),), **all_values)
     others: Any = {"end_id": 2, "stop_words": ((5, 6), (7,)), "return_log_probs": True}
     assert second == GenerationRequest("", [8], 20, sampling=sampling, **others)
@@ -117,13 +136,39 @@ def test_a_stop_word_that_is_an_end_token_of_the_model_is_one(
     assert plain.stop_words == ((6,), (6, 7), (8,), (6,))
 
 
-@pytest.mark.parametrize(("word_list", "words"), CASES["words"] + CASES["other_words"])
+@pytest.mark.parametrize(
+    ("word_list", "words"),
+    [
+        *WORD_LISTS,
+        # As others may write them.
+        pytest.param([[5, 6, 7, 0, 0], [3, -1, -1, -1, -1]], [[5, 6, 7]], id="padding of zeros"),
+        pytest.param([[0], [-1]], [], id="padding only"),
+        pytest.param([[5, 6], [2, 2]], [[5, 6]], id="empty word at the end"),
+        pytest.param([[5, 6], [2, 1]], [[5, 6]], id="lengths that go backwards"),
+    ],
+)
 def test_word_lists(word_list: list[list[int]], words: list[list[int]]) -> None:
+    """An empty word would end everything at once."""
     assert words_from_list(np.array(word_list, int)) == tuple(map(tuple, words))
 
 
 UNSUPPORTED = {*UNSUPPORTED_INPUTS, "runtime_top_p_decay"}
-HARMLESS = {*CASES["harmless"], *(name for name in INPUTS if name.startswith("retention_"))}
+# These change no answer, or none without one that is refused.
+HARMLESS = {
+    "beam_search_diversity_rate",
+    "decoder_input_ids",
+    "decoder_input_lengths",
+    "early_stopping",
+    "encoder_output_lengths",
+    "len_penalty",
+    "lora_config",
+    "pad_id",
+    "prompt_table_extra_ids",
+    "prompt_vocab_size",
+    "runtime_top_p_min",
+    "runtime_top_p_reset_ids",
+    *(name for name in INPUTS if name.startswith("retention_")),
+}
 
 
 def some(name: str, number: float) -> Array:
@@ -135,7 +180,7 @@ def some(name: str, number: float) -> Array:
 
 def test_every_input_of_the_contract_is_used_refused_or_known_to_be_harmless() -> None:
     code = inspect.getsource(engine) + inspect.getsource(module) + inspect.getsource(names)
-    used = {name for name in INPUTS if f'"{name}"' in code or name in CASES["sampling"]}
+    used = {name for name in INPUTS if f'"{name}"' in code or name in SAMPLING}
     assert INPUTS.keys() == UNSUPPORTED | HARMLESS | used
     given = inputs() | {name: some(name, 1) for name in HARMLESS}
     given |= {name: some(name, name == "runtime_top_p_decay") for name in UNSUPPORTED}
@@ -187,18 +232,75 @@ def test_features_of_an_engine_are_honoured() -> None:
     assert (continued.continued, continued.prompt_log_probs) == (1, False)
 
 
-@pytest.mark.parametrize("case", CASES["guides"])
-def test_guides_that_are_wrong(case: dict[str, Any]) -> None:
-    given = inputs(**{f"guided_decoding_{n}": [v] for n, v in case.items() if n != "why"})
-    with pytest.raises(InvalidParameter, match=case["why"]):
+@pytest.mark.parametrize(
+    ("guide", "reason"),
+    [
+        pytest.param(
+            {"guided_decoding_guide": "a"},
+            "guided_decoding_guide_type must be one of",
+            id="no kind",
+        ),
+        pytest.param(
+            {"guided_decoding_guide_type": "verse"},
+            "must be one of .*, not 'verse'",
+            id="unknown kind",
+        ),
+        pytest.param(
+            {"guided_decoding_guide_type": "regex"},
+            "a guide of kind regex must not be empty",
+            id="no guide",
+        ),
+        pytest.param(
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": b"\xff"},
+            "guide must be valid Unicode",
+            id="guide that is no UTF-8",
+        ),
+    ],
+)
+def test_guides_that_are_wrong(guide: dict[str, str | bytes], reason: str) -> None:
+    given = inputs(**{name: [value] for name, value in guide.items()})
+    with pytest.raises(InvalidParameter, match=reason):
         generation_requests(given, features={"guided_decoding"})
 
 
-@pytest.mark.parametrize("case", CASES["parameters"])
-def test_parameters_that_are_wrong(case: dict[str, Any]) -> None:
-    name = case["name"]
-    with pytest.raises(InvalidParameter, match=case["why"]):
-        generation_requests(inputs(return_log_probs=True), {name: case["value"]}, {name})
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        pytest.param(
+            "min_p", "nan", "min_p must be between 0 and 1, not nan", id="min_p that is no number"
+        ),
+        pytest.param(
+            "min_p", "much", "min_p must be between 0 and 1, not much", id="min_p that is a text"
+        ),
+        pytest.param(
+            "top_logprobs",
+            21,
+            "top_logprobs must be between 0 and 20, not 21",
+            id="too many top_logprobs",
+        ),
+        pytest.param(
+            "top_logprobs",
+            True,
+            "top_logprobs must be between 0 and 20, not True",
+            id="top_logprobs that are true",
+        ),
+        pytest.param(
+            "top_logprobs",
+            "3",
+            "top_logprobs must be between 0 and 20, not 3",
+            id="top_logprobs that are a text",
+        ),
+        pytest.param(
+            "allowed_token_ids",
+            "x",
+            "allowed_token_ids must be 32-bit integers in base64",
+            id="allowed_token_ids that are no base64",
+        ),
+    ],
+)
+def test_parameters_that_are_wrong(name: str, value: str | int, reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=reason):
+        generation_requests(inputs(return_log_probs=True), {name: value}, {name})
 
 
 def test_a_bias_that_is_no_number() -> None:

@@ -11,7 +11,6 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import TABLES, VARIABLES, known
-from tests.support import load_cases
 from tests.unit.models.support import CONTRACT
 from tests.unit.repository.support import TEMPLATES, config, names
 
@@ -21,7 +20,73 @@ MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensor
 MULTIMODAL = re.compile("IMAGE|VIDEO|PIXEL|VISION|ASPECT|ATTENTION_MASK|image_|video_")
 MULTIMODAL_PARAMETERS = {"gpt_model_path", "max_num_images", "multimodal_model_path"}
 
-ADDED = load_cases(__file__, "additions.yaml")
+
+def added_tensor(
+    name: str, dtype: str, *dims: int, reshape: list[int] | None = None
+) -> dict[str, Any]:
+    """A tensor as the contract has them; ``reshape`` is its shape to the model, if that is another."""
+    facts = {"name": name, "dtype": dtype, "dims": list(dims)}
+    return facts if reshape is None else {**facts, "reshape": reshape}
+
+
+# What our models have beside NVIDIA's. The inputs are optional.
+ADDED_INPUTS = {
+    "ensemble": [
+        added_tensor("random_seed", "UINT64", 1),
+        added_tensor("min_length", "INT32", 1),
+    ],
+    "preprocessing": [
+        added_tensor("SEED", "UINT64", 1),
+        added_tensor("RANDOM_SEED", "UINT64", 1),
+        added_tensor("MIN_TOKENS", "INT32", 1),
+        added_tensor("MIN_LENGTH", "INT32", 1),
+    ],
+    "tensorrt_llm": [
+        added_tensor("random_seed", "UINT64", 1, reshape=[]),
+        added_tensor("min_length", "INT32", 1, reshape=[]),
+        added_tensor("stop_words_text", "STRING", -1),
+    ],
+    "postprocessing": [
+        added_tensor("CONTEXT_IDS", "INT32", -1),
+        added_tensor("IS_FINAL", "BOOL", 1),
+        added_tensor("CUT_CHARACTERS", "INT32", 1),
+        # Through NVIDIA's postprocessing up to v0.13; the contract is of a later release.
+        added_tensor("CUM_LOG_PROBS", "FP32", -1),
+        added_tensor("OUTPUT_LOG_PROBS", "FP32", -1, -1),
+        added_tensor("CONTEXT_LOGITS", "FP32", -1, -1),
+        added_tensor("GENERATION_LOGITS", "FP32", -1, -1, -1),
+    ],
+    "tensorrt_llm_bls": [
+        added_tensor("random_seed", "UINT64", 1),
+        added_tensor("min_length", "INT32", 1),
+    ],
+}
+ADDED_OUTPUTS = {
+    "ensemble": [
+        added_tensor("output_ids", "INT32", -1, -1),
+        added_tensor("sequence_length", "INT32", -1),
+    ],
+    "preprocessing": [
+        added_tensor("OUT_SEED", "UINT64", 1),
+        added_tensor("OUT_MIN_TOKENS", "INT32", 1),
+        added_tensor("STOP_WORDS_TEXT", "STRING", -1),
+        added_tensor("OUT_OTHER_END_IDS", "INT32", -1),
+    ],
+    "tensorrt_llm": [
+        added_tensor("context_ids", "INT32", -1),
+        added_tensor("is_final", "BOOL", 1),
+        added_tensor("cut_characters", "INT32", 1),
+        added_tensor("frames", "INT32", -1),
+    ],
+    "postprocessing": [
+        added_tensor("OUT_TOKENS_BATCH", "INT32", -1, -1),
+        added_tensor("OUT_SEQUENCE_LENGTH", "INT32", -1),
+        added_tensor("OUT_CUM_LOG_PROBS", "FP32", -1),
+        added_tensor("OUT_OUTPUT_LOG_PROBS", "FP32", -1, -1),
+        added_tensor("OUT_CONTEXT_LOGITS", "FP32", -1, -1),
+        added_tensor("OUT_GENERATION_LOGITS", "FP32", -1, -1, -1),
+    ],
+}
 # NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
 READ_AS = {"early_stopping": "INT32"}
 DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
@@ -83,11 +148,10 @@ def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
         for tensor in CONTRACT[model][f"{kind}s"]
         if not MULTIMODAL.search(tensor["name"])
     ]
-    for name, (dtype, dims, *shapes) in ADDED[model].get(kind, {}).items():
-        added = {"name": name, "dtype": dtype, "dims": dims}
-        if shapes:
-            added["reshape"] = shapes[0]
-        tensors.append({**added, "optional": True} if kind == "input" else added)
+    if kind == "input":
+        tensors += [{**added, "optional": True} for added in ADDED_INPUTS.get(model, [])]
+    else:
+        tensors += ADDED_OUTPUTS.get(model, [])
     if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
         tensors = [
             tensor

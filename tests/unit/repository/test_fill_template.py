@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from cog_triton import cli
 from cog_triton.cli.fill_template import parse_substitutions
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.fill import fill_model
-from tests.support import load_cases
 from tests.unit.repository.support import TEMPLATES, parse
 
 
@@ -20,7 +18,6 @@ def main(arguments: list[str]) -> int:
     return cli.main(["fill-template", *arguments])
 
 
-CASES = load_cases(__file__, "substitutions.yaml")
 # Guides for cog-triton, Llama, Baichuan and Phi-3.
 COMMANDS = Path(__file__).with_name("guide_commands.txt").read_text().rstrip().split("\n\n")
 ENVIRONMENT = {
@@ -68,9 +65,25 @@ def test_commands_of_the_guides(command: str, capsys: pytest.CaptureFixture[str]
     assert f"triton_max_batch_size:{config.max_batch_size}" in command
 
 
-@pytest.mark.parametrize("case", CASES["parsed"])
-def test_parse_substitutions(case: dict[str, Any]) -> None:
-    assert parse_substitutions(case["arguments"]) == case["values"]
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        pytest.param(["a:1,b:2"], {"a": "1", "b": "2"}, id="two values"),
+        pytest.param(["a:1,", "b:2"], {"a": "1", "b": "2"}, id="two arguments"),
+        pytest.param([" a : 1 , \n b:2\n"], {"a": "1", "b": "2"}, id="white space"),
+        pytest.param(["a:1,\\\n    b:2"], {"a": "1", "b": "2"}, id="line that goes on"),
+        pytest.param(["a:,b:"], {"a": "", "b": ""}, id="empty values"),
+        pytest.param(["a:1,a:2"], {"a": "2"}, id="a name twice"),
+        pytest.param(["a:1", "a:2"], {"a": "2"}, id="a name twice, in two arguments"),
+        pytest.param([",,"], {}, id="nothing"),
+        pytest.param([r"a:0\,1,b:2"], {"a": "0,1", "b": "2"}, id="comma that is escaped"),
+        pytest.param([r"a:/b:c\:d"], {"a": "/b:c:d"}, id="colons"),
+        pytest.param([r"a:b\\,c:d"], {"a": "b\\", "c": "d"}, id="backslash that is escaped"),
+        pytest.param([r"a:C\dir"], {"a": r"C\dir"}, id="backslash"),
+    ],
+)
+def test_parse_substitutions(arguments: list[str], values: dict[str, str]) -> None:
+    assert parse_substitutions(arguments) == values
 
 
 @pytest.mark.parametrize("text", ["a", "a:1,b", "a\\:1", "a:1,b\\,c"])
@@ -79,33 +92,94 @@ def test_a_part_without_a_colon(text: str) -> None:
         parse_substitutions([text])
 
 
-@pytest.mark.parametrize("case", CASES["refused"])
-@pytest.mark.parametrize("in_place", [["-i"], []])
+@pytest.mark.parametrize(
+    ("model", "values", "problem"),
+    [
+        pytest.param(
+            "ensemble",
+            "foo:4",
+            "unknown variable; the known ones are decoding_context, logits_datatype, ",
+            id="unknown variable",
+        ),
+        pytest.param(
+            "ensemble",
+            "triton_max_batch_size",
+            "expected name:value, got 'triton_max_batch_size'",
+            id="no value",
+        ),
+        pytest.param(
+            "preprocessing",
+            "tokenizer_dir:",
+            "preprocessing: tokenizer_dir: required, a path",
+            id="empty value",
+        ),
+        pytest.param(
+            "preprocessing",
+            "tokenizer_dir:${M}",
+            "tokenizer_dir: still to be expanded, '${M}'",
+            id="variable of the shell",
+        ),
+        pytest.param(
+            "tensorrt_llm",
+            "max_queue_size:99999999999",
+            "Value out of range: 99999999999",
+            id="value out of range",
+        ),
+        pytest.param("none", "a:1", "No such file or directory", id="no such model"),
+    ],
+)
+@pytest.mark.parametrize("in_place", [["-i"], []], ids=["in place", "to the output"])
 def test_errors_leave_the_file_alone(
     in_place: list[str],
-    case: dict[str, str],
+    model: str,
+    values: str,
+    problem: str,
     guide_directory: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = [path for path in guide_directory.glob("*/*") if path.is_file()]
     before = [path.read_bytes() for path in files]
-    file = guide_directory / case["model"] / "config.pbtxt"
-    assert main([*in_place, str(file), case["values"]]) == 2
+    file = guide_directory / model / "config.pbtxt"
+    assert main([*in_place, str(file), values]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert case["problem"] in err
+    assert problem in err
     assert before == [path.read_bytes() for path in files]
 
 
-@pytest.mark.parametrize("case", CASES["models"])
+@pytest.mark.parametrize(
+    ("template", "directory", "known"),
+    [
+        pytest.param(
+            'name: "ensemble"\nmax_batch_size: ${triton_max_batch_size}',
+            "elsewhere",
+            True,
+            id="name",
+        ),
+        pytest.param("max_batch_size: ${triton_max_batch_size}", "ensemble", True, id="directory"),
+        pytest.param(
+            'name: "mine"\nmax_batch_size: ${triton_max_batch_size}',
+            "elsewhere",
+            False,
+            id="unknown name",
+        ),
+        pytest.param(
+            "max_batch_size: ${triton_max_batch_size}", "elsewhere", False, id="unknown directory"
+        ),
+    ],
+)
 def test_the_model_is_known_by_its_name_or_its_directory(
-    case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    template: str,
+    directory: str,
+    known: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / case["at"] / "config.pbtxt"
+    file = tmp_path / directory / "config.pbtxt"
     file.parent.mkdir()
-    file.write_text(case["template"])
-    known = main([str(file), "triton_max_batch_size:4"]) == 0
-    assert known is case["known"]
+    file.write_text(template)
+    status = main([str(file), "triton_max_batch_size:4"])
+    assert (status == 0) is known
     out, err = capsys.readouterr()
     assert ("max_batch_size: 4" in out) is known
     assert ("unknown model" in err and "the known models are ensemble, " in err) is not known
@@ -127,11 +201,30 @@ def test_a_file_that_is_filled_in_place_keeps_its_mode_and_is_filled_once(
     assert f"{file}: contains no ${{…}} variables; it was filled already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", CASES["decoding_context"])
+@pytest.mark.parametrize(
+    ("model", "values", "has_context"),
+    [
+        pytest.param("tensorrt_llm", "model:m", True, id="embedded engine"),
+        pytest.param(
+            "tensorrt_llm", "triton_backend:tensorrtllm,engine_dir:/e", False, id="C++ backend"
+        ),
+        pytest.param(
+            "tensorrt_llm", "engine_dir:/e", False, id="guides from before there was a choice"
+        ),
+        pytest.param(
+            "tensorrt_llm",
+            "engine_dir:/e,decoding_context:true",
+            True,
+            id="guides, and it is asked for",
+        ),
+        pytest.param("ensemble", "triton_max_batch_size:4", False, id="ensemble"),
+        pytest.param("ensemble", "decoding_context:True", True, id="ensemble, and it is asked for"),
+    ],
+)
 def test_decoding_context_follows_the_backend_and_is_else_off(
-    case: dict[str, Any], caplog: pytest.LogCaptureFixture
+    model: str, values: str, has_context: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    template = (TEMPLATES / case["model"] / "config.pbtxt").read_text()
-    filled = fill_model(case["model"], template, parse_substitutions([case["values"]]))
-    assert ("context_ids" in filled) is case["context"]
+    template = (TEMPLATES / model / "config.pbtxt").read_text()
+    filled = fill_model(model, template, parse_substitutions([values]))
+    assert ("context_ids" in filled) is has_context
     assert caplog.messages == []
