@@ -30,6 +30,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from tritonclient.grpc import service_pb2
 
 from cog_triton import errors
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.connection import (
     Call,
     CallEnd,
@@ -40,13 +41,8 @@ from cog_triton.client.connection import (
 from cog_triton.client.connections import CLOSED, Connections, unreachable
 from cog_triton.client.demultiplexer import GAP_SECONDS, Demultiplexer
 from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse
-from cog_triton.client.stream import (
-    Arrivals,
-    Inputs,
-    TensorOutputs,
-    TritonClient,
-    lost_after,
-)
+from cog_triton.client.responses import Inputs, TensorOutputs, lost_after
+from cog_triton.client.stream import TritonClient
 from cog_triton.protocol.frames import Frame, FrameAddress
 from cog_triton.protocol.names import (
     FRAMES_FOR,

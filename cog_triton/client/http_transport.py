@@ -13,7 +13,10 @@ import aiohttp
 import numpy.typing as npt
 
 from cog_triton import errors
-from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TensorOutputs, TritonClient
+from cog_triton.client.arrivals import Arrivals
+from cog_triton.client.connections import CLOSED
+from cog_triton.client.responses import Inputs, Outputs, TensorOutputs
+from cog_triton.client.stream import TritonClient
 from cog_triton.protocol.frames import Frame, FrameAddress, decode_frames
 from cog_triton.protocol.names import (
     DIMS,

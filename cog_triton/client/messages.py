@@ -10,7 +10,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from cog_triton import errors
 from cog_triton.adapters.tensors import BFLOAT16
-from cog_triton.client.stream import Inputs, Outputs
+from cog_triton.client.responses import Inputs, Outputs
 from cog_triton.protocol.frames import Frame, decode_frames
 from cog_triton.protocol.names import FRAMES, LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 

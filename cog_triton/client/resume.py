@@ -14,7 +14,8 @@ import numpy as np
 
 from cog_triton import errors
 from cog_triton.adapters.tensors import AdapterTensors, Send
-from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
+from cog_triton.client.responses import Inputs, Response
+from cog_triton.client.stream import BROKEN, TritonClient
 from cog_triton.protocol.names import CONTINUED, NO_PARAMETERS, Parameters
 from cog_triton.protocol.parameters import ids_parameter
 from cog_triton.text.end_tokens import EndTokens

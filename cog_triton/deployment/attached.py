@@ -22,8 +22,9 @@ from cog_triton import errors
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.messages import infer_request, tensors_of
+from cog_triton.client.responses import Inputs
 from cog_triton.client.resume import ResumingClient
-from cog_triton.client.stream import Inputs, TritonClient
+from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import announcement
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.deployment.model_defaults import listed_ids

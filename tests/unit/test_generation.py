@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.client.stream import Inputs, Response
+from cog_triton.client.responses import Inputs, Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
 from cog_triton.protocol.log_probs import TokenLogProb

@@ -21,10 +21,12 @@ from uuid import uuid4
 import grpc
 from tritonclient.grpc import service_pb2
 
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.demultiplexer import Demultiplexer
 from cog_triton.client.grpc_transport import INFER, GrpcClient
 from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse
-from cog_triton.client.stream import Arrivals, Inputs, TensorOutputs, TritonClient
+from cog_triton.client.responses import Inputs, TensorOutputs
+from cog_triton.client.stream import TritonClient
 from cog_triton.protocol.frames import Frame, FrameAddress
 from cog_triton.protocol.names import FRAMES_FOR, IDS_ENSEMBLE, NO_PARAMETERS, Parameters
 from cog_triton.request.request import Request, triton_inputs

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from cog_triton.client import messages
 from cog_triton.client.grpc_transport import INFER, GrpcClient
 from cog_triton.client.http_transport import HttpClient
-from cog_triton.client.stream import TensorOutputs, read_tensors
+from cog_triton.client.responses import TensorOutputs, read_tensors
 from cog_triton.engines.base import create_engine
 from cog_triton.engines.serving import Serving
 from cog_triton.errors import ConfigurationError

@@ -12,7 +12,7 @@ from cog_triton.client import http_transport
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.messages import flat_outputs, infer_request
-from cog_triton.client.stream import TensorOutputs, read_tensors
+from cog_triton.client.responses import TensorOutputs, read_tensors
 from cog_triton.protocol.names import ENGINE
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer, without_torch

@@ -11,16 +11,11 @@ import pytest
 
 from cog_triton import errors
 from cog_triton.client import stream
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
-from cog_triton.client.stream import (
-    Arrivals,
-    Response,
-    TensorOutputs,
-    TritonClient,
-    read_frame,
-    read_tensors,
-)
+from cog_triton.client.responses import Response, TensorOutputs, read_frame, read_tensors
+from cog_triton.client.stream import TritonClient
 from cog_triton.protocol.frames import Frame, encode_frames
 from cog_triton.protocol.log_probs import TokenLogProb, packed_log_probs
 from cog_triton.protocol.names import ENGINE, LOG_PROBS
@@ -299,7 +294,7 @@ async def test_silence_fails_the_request_and_stops_it(
     timeouts: dict[str, float], others: float, error: type[errors.CogTritonError]
 ) -> None:
     client, other = Scripted(FIRST, **timeouts), Arrivals[Any]()
-    client._running.add(other)
+    client._silence.running.add(other)
     other.last_arrival = asyncio.get_running_loop().time() + others
     with pytest.raises(error, match=r"sent nothing for 0\.01 s"):
         await consume(client)
@@ -312,7 +307,7 @@ async def test_streams_that_are_silent_together_or_wait_for_their_first_token_ar
     script: list[Response], others: float
 ) -> None:
     client = Scripted(*script, stall_timeout=0.01)
-    client._last_ended = asyncio.get_running_loop().time() + others
+    client._silence._last_of_ended = asyncio.get_running_loop().time() + others
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(consume(client), 0.05)
     await client.aclose()

@@ -18,8 +18,8 @@ from h2.settings import SettingCodes
 from tritonclient.grpc import service_pb2 as messages
 
 from cog_triton.client import connection, connections, demultiplexer, grpc_transport
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import GrpcClient
-from cog_triton.client.stream import Arrivals
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
 from cog_triton.protocol.frames import Frame, FrameAddress, encode_frames
 from cog_triton.protocol.names import (

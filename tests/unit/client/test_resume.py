@@ -11,8 +11,9 @@ import pytest
 
 from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.client import resume
+from cog_triton.client.responses import Inputs, Response
 from cog_triton.client.resume import ResumingClient, Trials
-from cog_triton.client.stream import Inputs, Response, TritonClient
+from cog_triton.client.stream import TritonClient
 from cog_triton.errors import (
     CogTritonError,
     InvalidParameter,

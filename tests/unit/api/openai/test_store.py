@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cog_triton.api.openai.storage.journal import Journal
-from cog_triton.client.stream import Response
+from cog_triton.client.responses import Response
 from tests.unit.api.openai.support import CHUNKS, RESPONSES, Backend, ask, post
 from tests.unit.test_generation import END, Client, encode, run, text
 
