@@ -1,6 +1,7 @@
 import json
+import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -22,11 +23,9 @@ from cog_triton.request.request import (
     triton_inputs,
 )
 from cog_triton.text.tokenizer import Tokenizer, text_limits
-from tests.support import load_cases
 from tests.unit.models.support import CONTRACT, DTYPES
 
 INPUTS = {tensor["name"]: tensor for tensor in CONTRACT["ensemble"]["inputs"]}
-CASES = load_cases(__file__, "requests.yaml")
 REGEX, SCHEMA = GuideKind.REGEX, GuideKind.JSON_SCHEMA
 
 
@@ -42,21 +41,69 @@ def sent(**values: Any) -> dict[str, Any]:
 # Validation
 
 
-@pytest.mark.parametrize("case", CASES["out_of_range"])
-def test_what_is_out_of_range(case: dict[str, Any]) -> None:
+A_NUMBER = "between -3.40282e+38 and 3.40282e+38"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        pytest.param("max_tokens", 0, "at least 1", id="no tokens"),
+        pytest.param("min_tokens", 513, "at most max_tokens (512)", id="minimum above the maximum"),
+        pytest.param("temperature", -0.01, "at least 0", id="negative temperature"),
+        pytest.param("temperature", math.nan, A_NUMBER, id="temperature that is no number"),
+        pytest.param("temperature", 1e39, "at most 3.40282e+38", id="temperature beyond an fp32"),
+        pytest.param("top_p", 1.01, "between 0 and 1", id="top_p above 1"),
+        pytest.param("top_k", -2, "at least -1", id="top_k below -1"),
+        pytest.param("repetition_penalty", 0.0, "greater than 0", id="repetition_penalty of 0"),
+        pytest.param("repetition_penalty", math.inf, A_NUMBER, id="infinite repetition_penalty"),
+        pytest.param("frequency_penalty", -math.inf, A_NUMBER, id="infinite frequency_penalty"),
+        pytest.param("seed", 2**64, "at most 18446744073709551615", id="seed of 65 bits"),
+        pytest.param("end_id", 2_147_483_648, "at most 2147483647", id="end_id of 32 bits"),
+        pytest.param("pad_id", -1_099_511_627_776, "at least -2147483647", id="pad_id of 41 bits"),
+        pytest.param("min_p", -0.1, "between 0 and 1", id="negative min_p"),
+        pytest.param("log_probs", 21, "at most 20", id="too many log probabilities"),
+    ],
+)
+def test_what_is_out_of_range(name: str, value: float, must: str) -> None:
     with pytest.raises(InvalidParameter) as raised:
-        request(**{case["name"]: case["value"]})
-    why = "{name} must be {must}, not {value}".format(**case)
-    assert str(raised.value) == f"E1103 InvalidParameter: {why}"
+        request(**{name: value})
+    reason = f"{name} must be {must}, not {value}"
+    assert str(raised.value) == f"E1103 InvalidParameter: {reason}"
     with pytest.raises(InvalidParameter) as raised:
-        check_sampling({"max_tokens": DEFAULT_MAX_TOKENS, case["name"]: case["value"]})
-    assert raised.value.message == why
+        check_sampling({"max_tokens": DEFAULT_MAX_TOKENS, name: value})
+    assert raised.value.message == reason
 
 
-MOST_WORDS = {"stop_sequences": ("a" * 256,) * 64, "bad_words": ("a",) * 1024}
-
-
-@pytest.mark.parametrize("values", [*CASES["in_range"], MOST_WORDS])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(
+            {"max_tokens": 1, "temperature": 0.0, "top_p": 0.0, "top_k": -1, "seed": 0},
+            id="the least",
+        ),
+        pytest.param(
+            {"max_tokens": 2**31 - 1, "top_k": 2**31 - 1, "seed": 2**64 - 1, "log_probs": 20},
+            id="the greatest",
+        ),
+        pytest.param(
+            {"min_tokens": -1, "temperature": 1e30, "top_p": 1.0, "min_p": 1.0},
+            id="no minimum, and shares of 1",
+        ),
+        pytest.param(
+            {"min_tokens": 512, "repetition_penalty": 0.01, "end_id": 0, "pad_id": -1},
+            id="minimum of all",
+        ),
+        pytest.param(
+            {"length_penalty": -2.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+            id="penalties",
+        ),
+        pytest.param({"logit_bias": ((0, 1e30), (5, -100))}, id="biases"),
+        pytest.param({"prompt": "", "prompt_ids": (0, 2**31 - 1)}, id="ids in place of a prompt"),
+        pytest.param(
+            {"stop_sequences": ("a" * 256,) * 64, "bad_words": ("a",) * 1024}, id="the most words"
+        ),
+    ],
+)
 def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
     checked = request(**values)
     triton_inputs(checked)
@@ -93,9 +140,22 @@ def test_what_cannot_be_sent(values: dict[str, Any], error: type[Exception], why
 # Inputs that become fields
 
 
-@pytest.mark.parametrize("case", CASES["names"])
-def test_old_and_new_names(case: dict[str, Any]) -> None:
-    assert resolve_tokens(case["which"], case["new"], case["old"]) == case["meant"]
+@pytest.mark.parametrize(
+    ("which", "new", "old", "tokens"),
+    [
+        pytest.param("max", 512, None, 512, id="new maximum"),
+        pytest.param("max", 512, 100, 100, id="old maximum, and the default"),
+        pytest.param("max", 100, 100, 100, id="two equal maxima"),
+        pytest.param("min", None, None, -1, id="no minimum"),
+        pytest.param("min", 0, None, 0, id="new minimum"),
+        pytest.param("min", 5, -1, 5, id="new minimum, and none by its old name"),
+        pytest.param("min", -1, 5, 5, id="old minimum, and none by its new name"),
+    ],
+)
+def test_old_and_new_names(
+    which: Literal["max", "min"], new: int | None, old: int | None, tokens: int
+) -> None:
+    assert resolve_tokens(which, new, old) == tokens
 
 
 def test_names_that_contradict() -> None:
@@ -181,7 +241,20 @@ def test_a_prompt_has_as_many_characters_as_the_context_can_stand_for(
 
 
 def test_all_values_have_the_types_and_shapes_of_the_contract() -> None:
-    values = CASES["all"]
+    values: dict[str, Any] = {
+        "max_tokens": 99,
+        "min_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 40,
+        "length_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "end_id": 0,
+        "pad_id": 0,
+        "seed": 2**64 - 1,
+    }
     assert sent(**values, prompt="Grüß 日本 🚀") == {
         **values,
         "text_input": "Grüß 日本 🚀".encode(),
@@ -269,7 +342,22 @@ def test_engines_get_a_choice_as_a_regular_expression() -> None:
     assert not any(re.fullmatch(found.text, text) for text in ("ye", "aXbc", "x", "y (z)", "1"))
 
 
-@pytest.mark.parametrize(("expression", "as_sent"), CASES["expressions"])
+@pytest.mark.parametrize(
+    ("expression", "as_sent"),
+    [
+        pytest.param(r"\d{3}-\w", "[0-9]{3}-[A-Za-z0-9_]", id="alone"),
+        pytest.param(r"[\d-]+\s", r"[0-9-]+[ \t\n\r\f\v]", id="in classes"),
+        pytest.param(r"\D\W\S", r"[^0-9][^A-Za-z0-9_][^ \t\n\r\f\v]", id="negated"),
+        pytest.param(
+            r"[]\d][^]\w]\d", "[]0-9][^]A-Za-z0-9_][0-9]", id="beside a bracket in a class"
+        ),
+        pytest.param(
+            r"\\d\[\d\]\p{Lu}[\W]\u00e9",
+            r"\\d\[[0-9]\]\p{Lu}[\W]\u00e9",
+            id="escaped or of Unicode, which stay",
+        ),
+    ],
+)
 def test_classes_of_an_expression_are_ascii_for_every_engine(expression: str, as_sent: str) -> None:
     """As Python's re has them with ASCII."""
     for text in (expression, as_sent):
@@ -278,10 +366,35 @@ def test_classes_of_an_expression_are_ascii_for_every_engine(expression: str, as
         assert engine_guide(Guide(kind, expression)) == Guide(kind, expression)
 
 
-DEEP = {"kind": "json_schema", "text": "[" * 100_000, "why": "the guide is not JSON: "}
-
-
-@pytest.mark.parametrize("case", [*CASES["guides"], DEEP])
-def test_what_is_no_guide(case: dict[str, str]) -> None:
-    with pytest.raises(InvalidParameter, match=case["why"]):
-        request(guide=Guide(GuideKind(case["kind"]), case["text"]))
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        pytest.param(REGEX, "", "of kind regex must not be empty", id="empty expression"),
+        pytest.param(
+            REGEX, r"a\Z", r"\\Z is not supported in a regular expression", id="end of a text"
+        ),
+        pytest.param(REGEX, r"(a)\1", r"\\1 is not supported", id="reference to a group"),
+        pytest.param(SCHEMA, "{", "the guide is not JSON: ", id="no JSON"),
+        pytest.param(SCHEMA, "[]", "a JSON schema must be an object", id="list for a schema"),
+        pytest.param(
+            GuideKind.CHOICE, "[]", "choice must be a JSON list of texts", id="no choices"
+        ),
+        pytest.param(GuideKind.CHOICE, '["a", ""]', "none of them empty", id="empty choice"),
+        pytest.param(
+            GuideKind.CHOICE,
+            r'["a", "\ud800"]',
+            "texts in Unicode",
+            id="choice of half a character",
+        ),
+        pytest.param(
+            GuideKind.CHOICE,
+            '{"a": 1}',
+            "choice must be a JSON list of texts",
+            id="object for choices",
+        ),
+        pytest.param(SCHEMA, "[" * 100_000, "the guide is not JSON: ", id="deep nesting"),
+    ],
+)
+def test_what_is_no_guide(kind: GuideKind, text: str, reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=reason):
+        request(guide=Guide(kind, text))

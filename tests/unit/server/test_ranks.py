@@ -14,11 +14,29 @@ from cog_triton.cli import launching as script
 from cog_triton.errors import ConfigurationError
 from cog_triton.server.command import Endpoints, Launch, command, guarded
 from cog_triton.settings import read_settings
-from tests.support import ROOT, load_cases
+from tests.support import ROOT
 
-TABLES = load_cases(__file__, "launches.yaml")
 ONE = Launch()
-SERVER, MPIRUN = TABLES["server"], TABLES["mpirun"]
+# With the prefix "pre_" of its shared memory.
+SERVER = [
+    "/ts",
+    "--model-repository=/r",
+    "--backend-directory=/b",
+    "--http-address=127.0.0.1",
+    "--http-port=1",
+    "--grpc-address=127.0.0.1",
+    "--grpc-port=2",
+    "--metrics-address=127.0.0.1",
+    "--metrics-port=3",
+    "--backend-config=python,shm-region-prefix-name=pre_",
+    "--exit-timeout-secs=8",
+    "--log-verbose=0",
+    "--http-restricted-api=shared-memory,trace,logging:closed=\n",
+    "--grpc-restricted-protocol=shared-memory,trace,logging:closed=\n",
+    "--disable-auto-complete-config",
+]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output"]
+MPIRUN += ["-n", "1"]
 SILENT = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"]
 
 
@@ -90,25 +108,147 @@ def run_launch(*given: str) -> int:
     return cli.main(["launch", *given])
 
 
-def options_of(given: dict[str, Any]) -> Any:
+def parsed(options: str, environ: Mapping[str, str]) -> Any:
+    """The options, in an environment that has only these variables."""
     os.environ.clear()
-    os.environ.update(given.get("environ", {}))
-    return cli.parse("launch", ["--model_repo=/r", *given["options"].split()])
+    os.environ.update(environ)
+    return cli.parse("launch", ["--model_repo=/r", *options.split()])
 
 
-@pytest.mark.parametrize("given", TABLES["settings"], ids=lambda given: given["options"])
-def test_the_settings_of_options(given: dict[str, Any]) -> None:
-    if problem := given.get("problem"):
-        with pytest.raises(ConfigurationError, match=problem):
-            script.settings_of(options_of(given), os.environ)
-    else:
-        assert script.settings_of(options_of(given), os.environ) == read_settings(given["settings"])
+@pytest.mark.parametrize(
+    ("options", "environ", "settings"),
+    [
+        pytest.param("", {}, {}, id="none"),
+        pytest.param("--no-mpi --world_size 1", {}, {}, id="one rank"),
+        pytest.param(
+            "--rank-from-slurm",
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            {"WORLD_SIZE": "2"},
+            id="ranks of Slurm",
+        ),
+        pytest.param(
+            (
+                "--world_size=4 --tritonserver=/ts --grpc_port 11 --http_port 10 "
+                "--metrics_port=12 --log --exit_timeout=30"
+            ),
+            {"TRITON_HTTP_PORT": "1", "TRITON_HOST": "::1"},
+            {
+                "WORLD_SIZE": "4",
+                "TRITONSERVER": "/ts",
+                "TRITON_HTTP_PORT": "10",
+                "TRITON_GRPC_PORT": "11",
+                "TRITON_METRICS_PORT": "12",
+                "TRITON_HOST": "::1",
+                "TRITON_LOG_VERBOSE": "3",
+                "TRITON_STOP_TIMEOUT": "60",
+            },
+            id="all",
+        ),
+    ],
+)
+def test_the_settings_of_options(
+    options: str, environ: dict[str, str], settings: dict[str, str]
+) -> None:
+    found = script.settings_of(parsed(options, environ), os.environ)
+    assert found == read_settings(settings)
 
 
-@pytest.mark.parametrize("given", TABLES["launches"], ids=lambda given: given["options"])
-def test_the_launch_of_options(given: dict[str, Any]) -> None:
-    fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in given["launch"].items()}
-    assert script.launch_of(options_of(given), os.environ, gpus=2) == Launch(**fields)
+@pytest.mark.parametrize(
+    ("options", "environ", "problem"),
+    [
+        pytest.param("--world_size=0", {}, "WORLD_SIZE", id="no ranks"),
+        pytest.param(
+            "--world_size=2 --no-mpi", {}, "must be 1 with --no-mpi", id="ranks without MPI"
+        ),
+        pytest.param(
+            "--world_size=2 --multi-model",
+            {},
+            "must be 1 with --multi-model",
+            id="ranks of several models",
+        ),
+        pytest.param(
+            "--rank-from-slurm",
+            {},
+            "SLURM_NTASKS is not set; start this command with srun",
+            id="no Slurm",
+        ),
+        pytest.param(
+            "--rank-from-slurm --world_size=3",
+            {"SLURM_NTASKS": "2"},
+            "--world_size=3, but Slurm started 2 tasks",
+            id="other number than Slurm's",
+        ),
+    ],
+)
+def test_options_that_cannot_be_combined(
+    options: str, environ: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        script.settings_of(parsed(options, environ), os.environ)
+
+
+SMALL_POOLS = (
+    "--pinned-memory-pool-byte-size=0",
+    "--enable-peer-access=false",
+    "--cuda-memory-pool-byte-size=0:0",
+    "--cuda-memory-pool-byte-size=1:0",
+)
+SPAWNING = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "launch"),
+    [
+        pytest.param("--oversubscribe", {}, Launch(), id="oversubscribe"),
+        pytest.param(
+            "--multi-model",
+            {},
+            Launch(mpi=True, options=SMALL_POOLS, environment=SPAWNING),
+            id="several models",
+        ),
+        pytest.param(
+            "--multi-model --no-mpi",
+            {},
+            Launch(options=SMALL_POOLS, environment=SPAWNING),
+            id="several models without MPI",
+        ),
+        pytest.param(
+            "--multi-model",
+            {"NVIDIA_TRITON_SERVER_VERSION": "24.06"},
+            Launch(mpi=True, environment=SPAWNING),
+            id="several models on an older Triton",
+        ),
+        pytest.param(
+            "--multi-model --disable-spawn-processes --world_size=2 --tensorrt_llm_model_name=a,b",
+            {},
+            Launch(
+                engine_models=("a", "b"),
+                environment={**SPAWNING, "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"},
+            ),
+            id="several models in this process",
+        ),
+        pytest.param(
+            "--multimodal_gpu0_cuda_mem_pool_bytes=300",
+            {},
+            Launch(first_rank_options=("--cuda-memory-pool-byte-size=0:300",)),
+            id="pool for a multimodal model",
+        ),
+        pytest.param(
+            "--trtllm_llmapi_launch",
+            {},
+            Launch(launcher=("trtllm-llmapi-launch",)),
+            id="launcher of the LLM API",
+        ),
+        pytest.param(
+            "--rank-from-slurm",
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            Launch(rank=1),
+            id="rank of Slurm",
+        ),
+    ],
+)
+def test_the_launch_of_options(options: str, environ: dict[str, str], launch: Launch) -> None:
+    assert script.launch_of(parsed(options, environ), os.environ, gpus=2) == launch
 
 
 def make_repository(root: Path, **configs: str) -> Path:
