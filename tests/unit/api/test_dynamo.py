@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cog_triton.api.dynamo.convert import chunk_of, request_of, unknown_end_ids
-from cog_triton.api.dynamo.scale import example
+from cog_triton.api.dynamo.scale import Processes, example
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.generation import Chunk
 from cog_triton.protocol.log_probs import TokenLogProb
@@ -250,9 +250,8 @@ def test_a_prompts_first_token_has_no_log_probability() -> None:
 SCALE = """
 import asyncio, sys
 from cog_triton.api.dynamo.scale import Processes
-from cog_triton.settings import read_settings
 
-processes = Processes({"DYN_FILE_KV": sys.argv[1]}, read_settings({}), sys.argv[1])
+processes = Processes({"DYN_FILE_KV": sys.argv[1]}, sys.argv[1], start_timeout=600)
 command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
 asyncio.run(processes._keep(command))
 """
@@ -266,3 +265,13 @@ def test_workers_end_with_a_scale_that_is_killed(tmp_path: Path) -> None:
         assert alive(worker)
         scale.kill()
     wait_until(lambda: not alive(worker), 60, "the end of the worker")
+
+
+def test_a_scale_whose_processes_cannot_start_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    processes = Processes({"DYN_FILE_KV": str(tmp_path)}, str(tmp_path), start_timeout=600)
+    ending = processes.run("127.0.0.1", port=9, workers=1)
+    assert asyncio.run(asyncio.wait_for(ending, 60)) == 1
+    assert "dynamo.frontend cannot be started: [Errno 2]" in caplog.text
