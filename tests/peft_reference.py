@@ -4,12 +4,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+from tests.late import torch, transformers
 
 
 def load(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(model).eval()
 
 
 def make_varied_adapter(model: Path, directory: Path) -> None:

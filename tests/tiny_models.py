@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from tests.late import torch, transformers
 
 VOCABULARY = 320
 # What most configurations have; those of an architecture are merged over it.
@@ -213,13 +212,17 @@ def tiny_config(name: str, **changes: Any) -> Any:
         values["num_key_value_heads"] = None
         for shared in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
             values.pop(shared)
-    return AutoConfig.for_model(architecture, **values)
+    return transformers.AutoConfig.for_model(architecture, **values)
 
 
 def save_tiny_model(name: str, directory: Path, seed: int = 11, **changes: Any) -> Path:
     """Save a random model of an architecture; weights so large that its answers are not one token."""
     config = tiny_config(name, **changes)
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForSeq2SeqLM
+        if config.is_encoder_decoder
+        else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(seed)
     model = kind.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)

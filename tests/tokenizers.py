@@ -14,9 +14,9 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cog_triton.text.tokenizer import Tokenizer as AnyTokenizer
+from tests.late import transformers
 
 TEXT = [
     "the cat and the other hen, then he: stop. stopping nonstop\n\nUser: the end.\nUsers: ends!\n",
@@ -29,7 +29,7 @@ _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\
 
 def _wrapped(tokenizer: Tokenizer, **special: str) -> AnyTokenizer:
     special = {"bos_token": "<s>", "eos_token": "</s>", **special}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def _trained_bpe(tokenizer: Tokenizer, alphabet: list[str]) -> None:
@@ -138,7 +138,7 @@ def words(tokens: Sequence[str]) -> AnyTokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=tokens[0])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=tokens[0])
 
 
 def sentencepiece(directory: Path, *, dummy_prefix: bool) -> AnyTokenizer:
@@ -161,7 +161,7 @@ def sentencepiece(directory: Path, *, dummy_prefix: bool) -> AnyTokenizer:
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
     config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": dummy_prefix}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return AutoTokenizer.from_pretrained(directory)
+    return transformers.AutoTokenizer.from_pretrained(directory)
 
 
 KINDS: dict[str, Callable[[], AnyTokenizer]] = {

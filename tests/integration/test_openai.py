@@ -1,17 +1,17 @@
 """OpenAI's API on a real server: PyPI's client, the prompts and fields of its APIs, and how it ends."""
 
+from __future__ import annotations
+
 import re
 import signal
 import socket
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.text.tokenizer import Tokenizer
+from tests.late import openai, torch, transformers
 from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
 from tests.support import alive, children, command
 
@@ -124,7 +124,7 @@ def test_echo_with_log_probabilities(
     told = {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
     ids = tokenizer(prompt).input_ids
-    model = AutoModelForCausalLM.from_pretrained(demo_model).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model).eval()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     values, most = told["token_logprobs"], told["top_logprobs"]

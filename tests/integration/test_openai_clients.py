@@ -1,5 +1,7 @@
 """Clients that others wrote, on a real server: OpenAI's of PyPI and npm, Anthropic's, LangChain's."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import shutil
@@ -8,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from pydantic import SecretStr
 
 from tests.integration.test_openai_structured import SWITCH, Verdict
+from tests.late import anthropic, openai
 from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
 
 NPM_PACKAGE = "openai@^7"

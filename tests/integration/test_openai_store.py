@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.integration.conftest import Triton, attached
+from tests.late import openai
 from tests.openai_server import ANSWER, QUESTION, OpenAIServer
 from tests.support import started_by, wait_until
 

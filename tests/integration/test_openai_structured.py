@@ -1,15 +1,17 @@
 """Structured output, enforced calls and log probabilities through OpenAI's API, on the embedded engine."""
 
+from __future__ import annotations
+
 import json
 import math
 import re
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.late import openai
 from tests.openai_server import MESSAGES, OpenAIServer
 from tests.support import load_cases, wait_until
 

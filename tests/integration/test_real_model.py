@@ -4,6 +4,8 @@ One server for the whole file, on the transformers engine in float32. Answers ar
 make about ten tokens a second.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -17,11 +19,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.integration.test_resuming import LASTING, victim
+from tests.late import torch, transformers
 from tests.support import CogServer, free_port
 from tools.server_sent_events import EventParser
 from tools.smollm2 import CannotBeFetched, checkpoint
@@ -92,7 +93,7 @@ class Reference:
     def __init__(self, directory: Path, adapter: Path, tokenizer: Tokenizer) -> None:
         from peft import PeftModel
 
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model = PeftModel.from_pretrained(model, str(adapter)).eval()
         self._tokenizer = tokenizer
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.running import RunningServer
@@ -26,6 +24,7 @@ from cog_triton.errors import TritonUnavailable
 from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
 from tests.integration.conftest import Triton, settings_for
+from tests.late import torch, transformers
 from tests.support import ROOT, free_port, left_of, processes
 
 pytestmark = pytest.mark.anyio
@@ -185,7 +184,7 @@ async def test_sampled_text_goes_on_as_it_would_have(
     With weights of double precision: how a sum is rounded depends on the batch, and may choose between two
     tokens that come at the same time but for that.
     """
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)
     shutil.copytree(demo_model, tmp_path / "double")
     model.save_pretrained(tmp_path / "double")
     async with deployed(tmp_path / "double", ENGINE="transformers") as deployment:

@@ -8,10 +8,9 @@ import httpx
 import pytest
 
 from tests.integration.conftest import LIST_TOKEN
+from tests.late import replicate
 from tests.support import CogServer, wait_until
 from tools.demo_model.corpus import PAIRS
-
-replicate = pytest.importorskip("replicate")
 
 QUESTION, ANSWER = PAIRS[0]
 INPUT = {"prompt": QUESTION, "temperature": 0, "seed": None}

@@ -17,11 +17,10 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.adapters import make_adapter
 from tests.integration.test_recovery import part_name
+from tests.late import torch, transformers
 from tests.openai_server import MESSAGES, QUESTION
 from tests.support import (
     CogServer,
@@ -228,7 +227,9 @@ async def kill_on_transformers(model: Path, directory: Path, parts: list[str], k
     """With weights in double precision: how a sum is rounded depends on the batch."""
     double = directory / "demo"
     shutil.copytree(model, double)
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).save_pretrained(double)
+    transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).save_pretrained(
+        double
+    )
     make_adapter(model, directory / "adapters" / "poet", seed=1)
     environment = {"ENGINE": "transformers", "LORA_DIR": str(directory / "adapters")}
     with serving(double, directory, [*KINDS], **environment) as asked:

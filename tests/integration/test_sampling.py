@@ -1,5 +1,7 @@
 """What a request may ask, by generate() on a real server: sampling against transformers', and the rest."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -7,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from cog_triton.errors import InvalidParameter
 from cog_triton.generation import Chunk
@@ -17,6 +17,7 @@ from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton
 from tests.integration.test_generation import ask, collect, greedy, text, with_client
+from tests.late import torch, transformers
 from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
@@ -28,11 +29,11 @@ Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], list[int]]
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(demo_model).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(demo_model).eval()
 
 
-class Subtract(LogitsProcessor):  # type: ignore[misc, unused-ignore]
-    """OpenAI's penalties, which transformers lacks: of tokens in the output alone."""
+class Subtract:
+    """A logits processor: OpenAI's penalties, which transformers lacks: of tokens in the output alone."""
 
     def __init__(self, prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency

@@ -1,16 +1,17 @@
 """SDKs of OpenAI, Anthropic and Vercel with a model whose answers are written beforehand."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.agents import BIN
+from tests.late import anthropic, openai
 from tests.scripted_model import ScriptedModel, Step, serving
 from tests.support import ROOT
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
-import torch
 
 from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import Deployment
@@ -25,6 +24,7 @@ from tests.integration.conftest import engine_counters, make_server, running, se
 from tests.integration.test_generation import ask, greedy, with_client
 from tests.integration.test_recovery import deployed, part
 from tests.integration.test_resuming import KINDS, kill_while_all_run, serving
+from tests.late import torch
 from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
 
@@ -110,7 +110,7 @@ def test_what_a_request_may_ask_for(server: TritonServer) -> None:
     assert post(server, max_tokens=40, **bias).json()["text_output"] != plain["text_output"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's build for CPUs")
+@pytest.mark.skipif("torch.cuda.is_available()", reason="about vLLM's build for CPUs")
 def test_an_adapter_is_refused_by_the_build_for_cpus(server: TritonServer) -> None:
     """Which would apply it to other requests of the batch; tests/unit/engines has them alone."""
     reply = post(server, max_tokens=40, lora_task_id=1)

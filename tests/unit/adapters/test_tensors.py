@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save, save_file
-from safetensors.torch import save_file as save_torch
 
 from cog_triton.adapters.tensors import BFLOAT16, AdapterTensors, Array, converted, read_adapter
 from cog_triton.errors import InvalidParameter
 from cog_triton.protocol.parameters import adapter_task_id
+from tests.late import safetensors_torch, torch
 
 LAYER = "base_model.model.model.layers.3"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8}
@@ -66,7 +65,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) ->
     assert read["lora_weights"].view(np.uint16)[0, 0, :600].tolist() == bits.ravel().tolist()
     adapter = saved(tmp_path / "b", Q, lora_alpha=2)
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
-    save_torch(rounded, adapter / "adapter_model.safetensors")
+    safetensors_torch.save_file(rounded, adapter / "adapter_model.safetensors")
     again = read_adapter(adapter, "bfloat16")
     assert again["lora_weights"].tobytes() == read["lora_weights"].tobytes()
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cog_triton.engines.base import Engine, GenerationRequest, SamplingParams, Step, create_engine
 from cog_triton.protocol.log_probs import TokenLogProb
+from tests.late import torch
 from tools.demo_model.corpus import PAIRS
 
 TESTS = Path(__file__).resolve().parents[2]

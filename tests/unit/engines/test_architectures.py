@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cog_triton.engines.base import SamplingParams
-from cog_triton.engines.transformers_loading import batching_problem, model_class
-from cog_triton.engines.transformers_sequential import SequentialEngine
+from tests.late import torch, transformers, transformers_loading, transformers_sequential
 from tests.support import ROOT
 from tests.tiny_models import ARCHITECTURES, save_tiny_model, tiny_config
 from tests.unit.engines.conftest import running
@@ -31,7 +28,7 @@ ORDER_MATTERS = {"llama:dynamic"}
 
 def problem_of(name: str) -> str | None:
     config = tiny_config(name)
-    return batching_problem(config, model_class(config))
+    return transformers_loading.batching_problem(config, transformers_loading.model_class(config))
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
@@ -51,9 +48,9 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_requests_at_once_have_the_ids_of_generate(name: str, tmp_path: Path) -> None:
     directory = save_tiny_model(name, tmp_path / "model")
-    loader: Any = AutoModelForCausalLM
+    loader: Any = transformers.AutoModelForCausalLM
     if tiny_config(name).is_encoder_decoder:
-        loader = AutoModelForSeq2SeqLM
+        loader = transformers.AutoModelForSeq2SeqLM
     model = loader.from_pretrained(directory).eval()
     prompts = SHORT_PROMPTS if name in ORDER_MATTERS else PROMPTS
     expected = [generated(model, prompt) for prompt in prompts]
@@ -64,7 +61,9 @@ def test_requests_at_once_have_the_ids_of_generate(name: str, tmp_path: Path) ->
         ]
         assert [stream.wait().ids for stream in streams] == expected
         assert all(len(stream.log_probs) == TOKENS for stream in streams)
-        assert isinstance(requests.engine, SequentialEngine) == (problem_of(name) is not None)
+        assert isinstance(requests.engine, transformers_sequential.SequentialEngine) == (
+            problem_of(name) is not None
+        )
 
 
 def table() -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.engines.transformers import CPU_PAGE_TOKENS
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
+from tests.late import transformers_engine
 from tests.support import wait_until
 from tests.unit.engines.conftest import ENGINES, TIMEOUT, Requests, running
 
@@ -51,7 +51,10 @@ class Router:
 
 @pytest.fixture
 def llm(demo_model: Path, tmp_path: Path) -> Iterator[Requests]:
-    own = {"max_seq_len": "300", "max_tokens_in_paged_kv_cache": str(12 * CPU_PAGE_TOKENS)}
+    own = {
+        "max_seq_len": "300",
+        "max_tokens_in_paged_kv_cache": str(12 * transformers_engine.CPU_PAGE_TOKENS),
+    }
     own["kv_events_endpoint"] = f"ipc://{tmp_path}/kv"
     with running(ENGINES["transformers"](demo_model), **own) as requests:
         yield requests
@@ -77,4 +80,4 @@ def test_subscribers_know_the_cache_whenever_they_come(llm: Requests, tmp_path: 
     wait_until(lambda: first.hear().known == late.hear().known, TIMEOUT, "the same knowledge")
     assert all(ids[0] >= 0 for ids in late.known.values())
     hashes = {*llm.engine._events._blocks.ledger.hash_to_block}  # type: ignore[attr-defined]
-    assert len(hashes - late.known.keys()) <= len(marked) // CPU_PAGE_TOKENS
+    assert len(hashes - late.known.keys()) <= len(marked) // transformers_engine.CPU_PAGE_TOKENS

@@ -1,29 +1,33 @@
 """LoRA adapters in the transformers engine, against PEFT's own model of each."""
 
+from __future__ import annotations
+
 import copy
 import json
 import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from cog_triton.adapters.layers import Adapters
 from cog_triton.adapters.peft_files import read_changes
 from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRequest
-from cog_triton.engines.transformers import CPU_PAGE_TOKENS
-from cog_triton.engines.transformers_step import Row
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter
+from tests.late import (
+    adapter_layers,
+    safetensors_torch,
+    torch,
+    transformers_engine,
+    transformers_step,
+)
 from tests.peft_reference import Reference, load
 from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
 
@@ -65,11 +69,11 @@ def test_a_beginning_is_shared_under_the_same_adapter(llm: Requests, reference: 
         return int(shared[-1])
 
     cache.search_prefix_match = noted
-    prompt = [i % 500 + 20 for i in range(2 * CPU_PAGE_TOKENS + 5)]
+    prompt = [i % 500 + 20 for i in range(2 * transformers_engine.CPU_PAGE_TOKENS + 5)]
     names = ("", "poet", "", "poet", "bard", "bard", "")
     answers = [llm.ids(prompt, max_tokens=12, lora_task_id=task(name)) for name in names]
     assert answers == [reference.ids(prompt, name, 12) for name in names]
-    both = 2 * CPU_PAGE_TOKENS
+    both = 2 * transformers_engine.CPU_PAGE_TOKENS
     assert shared == [0, 0, both, both, 0, both, both]
 
 
@@ -102,7 +106,7 @@ def test_models_of_other_kinds_are_changed_as_peft_does(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config)).eval()
-    lora, row = Adapters(copy.deepcopy(model), tmp_path, set), SimpleNamespace()
+    lora, row = adapter_layers.Adapters(copy.deepcopy(model), tmp_path, set), SimpleNamespace()
     # The layers of gpt2 lie the other way.
     given = {"target_modules": layers, "fan_in_fan_out": kind == "gpt2"}
     peft = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **given)).eval()
@@ -132,7 +136,7 @@ def test_what_a_step_sets_in_the_models_config_is_not_copied(llm: Requests) -> N
 def test_a_running_request_keeps_the_files_that_it_began_with(
     llm: Requests, demo_model: Path, adapters: Path, reference: Reference
 ) -> None:
-    prompt = [i % 500 + 20 for i in range(CPU_PAGE_TOKENS + 5)]
+    prompt = [i % 500 + 20 for i in range(transformers_engine.CPU_PAGE_TOKENS + 5)]
     poet: dict[str, Any] = {"max_tokens": 100, "lora_task_id": task("poet")}
     before = reference.ids(prompt, "poet", 100)
     first = llm.start(prompt, **poet)
@@ -156,7 +160,10 @@ def test_the_least_recently_used_adapters_make_room(
 ) -> None:
     make_adapter(demo_model, adapters / "third", seed=4)
     make_adapter(demo_model, adapters / "fourth", seed=5)
-    size = sum(tensor.nbytes for tensor in load_file(adapters / "poet" / WEIGHTS).values())
+    size = sum(
+        tensor.nbytes
+        for tensor in safetensors_torch.load_file(adapters / "poet" / WEIGHTS).values()
+    )
     with running(parameters, lora_cache_host_memory_bytes=str(2 * size)) as llm:
         for name in ("poet", "third", "poet", "fourth"):
             llm.ids(lora_task_id=task(name))
@@ -237,7 +244,9 @@ def broken(demo_model: Path, tmp_path: Path) -> Path:
 def refusal(model: Any, adapter: Path) -> str:
     """Why an adapter cannot be used."""
     with pytest.raises(EngineError) as caught:
-        Adapters(model, adapter.parent, set).assign(task(adapter.name), SimpleNamespace())
+        adapter_layers.Adapters(model, adapter.parent, set).assign(
+            task(adapter.name), SimpleNamespace()
+        )
     beginning = f"lora_task_id {task(adapter.name)}: the adapter {adapter.name} cannot be used: "
     assert str(caught.value).startswith(beginning)
     return str(caught.value).removeprefix(beginning)
@@ -284,20 +293,30 @@ def test_a_configuration_that_cannot_be_used(
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "reason"),
+    ("name", "make_tensor", "reason"),
     [
         (A, None, "lacks the weight .*lora_A.weight"),
-        (B, torch.ones(7, 4), "size mismatch for .*lora_B"),
-        (B, torch.full((96, 4), torch.nan), "NaN or infinite"),
-        (LAYER.format(99, "A"), torch.ones(4, 96), "its weight model.layers.99.* is not in"),
+        (B, lambda: torch.ones(7, 4), "size mismatch for .*lora_B"),
+        (B, lambda: torch.full((96, 4), torch.nan), "NaN or infinite"),
+        (
+            LAYER.format(99, "A"),
+            lambda: torch.ones(4, 96),
+            "its weight model.layers.99.* is not in",
+        ),
     ],
 )
 def test_weights_that_cannot_be_used(
-    model: Any, broken: Path, name: str, tensor: torch.Tensor | None, reason: str
+    model: Any,
+    broken: Path,
+    name: str,
+    make_tensor: Callable[[], torch.Tensor] | None,
+    reason: str,
 ) -> None:
-    tensors = load_file(broken / WEIGHTS)
+    tensors = safetensors_torch.load_file(broken / WEIGHTS)
     tensors.pop(name, None)
-    save_file(tensors if tensor is None else {**tensors, name: tensor}, broken / WEIGHTS)
+    if make_tensor is not None:
+        tensors[name] = make_tensor()
+    safetensors_torch.save_file(tensors, broken / WEIGHTS)
     assert re.search(reason, refusal(model, broken))
 
 
@@ -314,8 +333,8 @@ def test_without_peft_the_engine_runs_and_says_what_to_install(
 
 
 def test_a_layer_that_sees_some_tokens_only_fails_that_adapter(model: Any, adapters: Path) -> None:
-    layers = Adapters(model, adapters, set)
-    row = Row(GenerationRequest("a", [5], 8, lora_task_id=7), Stream(), [5])
+    layers = adapter_layers.Adapters(model, adapters, set)
+    row = transformers_step.Row(GenerationRequest("a", [5], 8, lora_task_id=7), Stream(), [5])
     layers.assign(task("poet"), row)
     layers.begin_step([(None, 1), (row.adapter, 3)])
     layer = model.model.layers[0].self_attn.q_proj

@@ -13,7 +13,6 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from cog_triton.engines.base import (
     EngineError,
@@ -24,6 +23,7 @@ from cog_triton.engines.base import (
 from cog_triton.engines.grammars import grammar, without_others
 from cog_triton.engines.guides import Guided, Guides
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
+from tests.late import transformers
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 
 SCHEMA: dict[str, Any] = {
@@ -238,7 +238,7 @@ def unreadable(tokenizer: Any) -> str:
 
 def test_a_tokenizer_that_guides_cannot_read_is_named_with_the_reason() -> None:
     no_decoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
-    fast = PreTrainedTokenizerFast(tokenizer_object=no_decoder, eos_token="</s>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=no_decoder, eos_token="</s>")
     error = unreadable(fast)
     assert "llguidance cannot read the model's tokenizer (" in error
     assert "fast tokenizer" not in error

@@ -1,16 +1,15 @@
 """The choice of tokens by the engine on transformers: its distribution, limits, penalties and noise."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
-from cog_triton.engines import transformers_step as module
 from cog_triton.engines.base import GenerationRequest, SamplingParams
-from cog_triton.engines.transformers_step import History, choose, noise_key
+from tests.late import torch, transformers, transformers_step
 from tests.unit.engines.conftest import MAX_SEED
 
 ROWS = 20_000
@@ -19,7 +18,9 @@ ROWS = 20_000
 def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> list[int]:
     """The tokens of ``rows`` positions that all have the same logits, shape [vocabulary]."""
     batch = logits.expand(rows, -1).contiguous()
-    return [int(token) for token in choose(batch, [sampling] * rows, [*range(rows)])]
+    return [
+        int(token) for token in transformers_step.choose(batch, [sampling] * rows, [*range(rows)])
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, MAX_SEED])
@@ -101,15 +102,17 @@ def test_of_equally_likely_tokens_the_first_are_within_a_limit(limits: dict[str,
 
 def test_noise_keys_are_unique() -> None:
     seeds = [0, 1, 2, 2**31, 2**32, 2**63, MAX_SEED - 1, MAX_SEED, *range(1000, 1050)]
-    keys = [noise_key(seed, position) for seed in seeds for position in range(200)]
+    keys = [
+        transformers_step.noise_key(seed, position) for seed in seeds for position in range(200)
+    ]
     assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("bits", [0, 1, -1, -2, 2**31 - 1, -(2**31)])
 def test_noise_is_finite_and_positive(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Zero or infinity would choose a token, or exclude it, whatever its probability.
-    monkeypatch.setattr(module, "_mix_", lambda x: torch.full_like(x, bits))
-    found = module._exponential(torch.tensor([[1, 2]]), 3)
+    monkeypatch.setattr(transformers_step, "_mix_", lambda x: torch.full_like(x, bits))
+    found = transformers_step._exponential(torch.tensor([[1, 2]]), 3)
     assert bool(torch.isfinite(found).all())
     assert bool((found > 0).all())
 
@@ -119,9 +122,11 @@ def test_noise_is_finite_and_positive(bits: int, monkeypatch: pytest.MonkeyPatch
 PROMPT, OUTPUT = [1, 1, 3], [3, 4, 4, 4]
 
 
-def history(ids: list[int], size: int, sampling: SamplingParams, continued: int = 0) -> History:
+def history(
+    ids: list[int], size: int, sampling: SamplingParams, continued: int = 0
+) -> transformers_step.History:
     request = GenerationRequest("a", ids, 9, end_id=1, sampling=sampling, continued=continued)
-    return History(request, size, torch.device("cpu"))
+    return transformers_step.History(request, size, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The engine on transformers, against transformers' own generate() and the model's logits."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import (
     EngineError,
@@ -17,20 +17,17 @@ from cog_triton.engines.base import (
     TokenLogProb,
     create_engine,
 )
-from cog_triton.engines.transformers import (
-    CPU_BATCH_TOKENS,
-    CPU_CACHE_BYTES,
-    CPU_PAGE_TOKENS,
-    batching_config,
-)
-from cog_triton.engines.transformers_step import History, request_key
 from cog_triton.request.request import Guide, GuideKind
+from tests.late import torch, transformers, transformers_engine, transformers_step
 from tests.unit.engines.conftest import ENGINES, RANDOM, TIMEOUT, Requests, Stream, running
+
+PAGE_TOKENS = 64
+BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces
 
 
 @pytest.fixture(scope="module")
 def reference(demo_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(demo_model).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(demo_model).eval()
 
 
 def next_logits(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
@@ -47,7 +44,7 @@ def assert_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
     assert float((logits.amax(-1) - taken).max()) < 1e-3
 
 
-@pytest.mark.parametrize("length", [CPU_BATCH_TOKENS - 1, CPU_BATCH_TOKENS, 700])
+@pytest.mark.parametrize("length", [BATCH_TOKENS - 1, BATCH_TOKENS, 700])
 def test_a_long_prompt_is_prefilled_in_pieces_beside_others(
     llm: Requests, reference: Any, prompts: list[list[int]], length: int
 ) -> None:
@@ -80,7 +77,7 @@ def test_log_probs_are_those_of_the_models_unchanged_distribution(
         assert dict(token.top).get(token.id, token.log_prob) == token.log_prob
 
 
-@pytest.mark.parametrize("length", [1, CPU_PAGE_TOKENS, 700])
+@pytest.mark.parametrize("length", [1, PAGE_TOKENS, 700])
 def test_log_probs_of_the_prompt_are_those_of_the_models_distribution(
     llm: Requests, reference: Any, prompts: list[list[int]], length: int
 ) -> None:
@@ -172,7 +169,7 @@ def test_an_abort_lets_in_what_waits_for_room(small: Crowded, prompts: list[list
 
     def abort_the_running() -> None:
         if not aborted.is_set():
-            for key in map(request_key, list(small.active)):
+            for key in map(transformers_step.request_key, list(small.active)):
                 small.engine.abort(key)
                 del streams[key]
             aborted.set()
@@ -201,7 +198,7 @@ def test_a_cancellation_that_overtakes_its_request_is_repeated(
         llm.engine.abort("lost")
     llm.ids(max_tokens=20)  # by its end the engine has come to the second
     active = manager.batch_processor.scheduler.active_requests
-    assert not [key for key in active if request_key(key) == "lost"]
+    assert not [key for key in active if transformers_step.request_key(key) == "lost"]
 
 
 def test_when_the_model_fails_everything_ends_with_the_reason(
@@ -228,20 +225,26 @@ def test_when_the_model_fails_everything_ends_with_the_reason(
 
 
 def test_batching(reference: Any) -> None:
-    config = batching_config(reference, 2048, {})
-    tokens = config.num_blocks * CPU_PAGE_TOKENS
+    assert transformers_engine.CPU_PAGE_TOKENS == PAGE_TOKENS
+    assert transformers_engine.CPU_BATCH_TOKENS == BATCH_TOKENS
+    config = transformers_engine.batching_config(reference, 2048, {})
+    tokens = config.num_blocks * PAGE_TOKENS
     text = reference.config
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
     # With the attention mask that goes with it.
-    assert CPU_CACHE_BYTES * 0.99 < (tokens * (per_token + CPU_BATCH_TOKENS * 4)) <= CPU_CACHE_BYTES
+    assert (
+        transformers_engine.CPU_CACHE_BYTES * 0.99
+        < (tokens * (per_token + BATCH_TOKENS * 4))
+        <= transformers_engine.CPU_CACHE_BYTES
+    )
     assert config.allow_block_sharing
 
     given = {"enable_kv_cache_reuse": "false", "max_tokens_in_paged_kv_cache": "1000"}
-    config = batching_config(reference, 512, given)
+    config = transformers_engine.batching_config(reference, 512, given)
     assert not config.allow_block_sharing
-    assert config.num_blocks == 1000 // CPU_PAGE_TOKENS
+    assert config.num_blocks == 1000 // PAGE_TOKENS
     with pytest.raises(ValueError, match=r"cache=128 .* 256 tokens; the minimum is 320"):
-        batching_config(reference, 256, {"max_tokens_in_paged_kv_cache": "128"})
+        transformers_engine.batching_config(reference, 256, {"max_tokens_in_paged_kv_cache": "128"})
 
 
 def test_what_needs_a_directory_or_a_tokenizer_is_refused_without(demo_model: Path) -> None:
@@ -270,13 +273,15 @@ def test_a_request_that_fails_in_a_step_fails_alone(
 
     expected = llm.ids(prompts[0], max_tokens=12)
     if place == "in the choice of its token":
-        change = History.change
+        change = transformers_step.History.change
 
-        def change_or_fail(self: History, logits: Any, tokens: list[int], *args: Any) -> Any:
+        def change_or_fail(
+            self: transformers_step.History, logits: Any, tokens: list[int], *args: Any
+        ) -> Any:
             fail(len(tokens))
             return change(self, logits, tokens, *args)
 
-        monkeypatch.setattr(History, "change", change_or_fail)
+        monkeypatch.setattr(transformers_step.History, "change", change_or_fail)
     else:
         rope = llm.engine._processor.rope  # type: ignore[attr-defined]
         monkeypatch.setattr(rope, "outgrown", lambda _, length: fail(length))

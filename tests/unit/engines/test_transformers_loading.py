@@ -1,23 +1,28 @@
 """Checkpoints that transformers would load, and the model would not be theirs."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import SamplingParams, create_engine
-from cog_triton.engines.transformers import TransformersEngine
-from cog_triton.engines.transformers_loading import load_model
+from tests.late import (
+    safetensors_torch,
+    torch,
+    transformers,
+    transformers_engine,
+    transformers_loading,
+)
 from tests.tiny_models import save_tiny_model
 from tests.unit.engines.conftest import running
 
-Weights = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +33,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(model: Path, directory: Path, change: Callable[[Weights], Weights]) -> dict[str, str]:
     """Return the parameters of an engine on a copy of a model with changed weights."""
     shutil.copytree(model, directory)
-    weights = load_file(directory / "model.safetensors")
-    save_file(change(weights), directory / "model.safetensors", {"format": "pt"})
+    weights = safetensors_torch.load_file(directory / "model.safetensors")
+    safetensors_torch.save_file(change(weights), directory / "model.safetensors", {"format": "pt"})
     return {"engine": "transformers", "model": str(directory), "device": "cpu"}
 
 
@@ -75,12 +80,12 @@ def test_an_unknown_rotary_embedding_is_named(llama: Path, tmp_path: Path) -> No
     config["rope_parameters"] = {"rope_type": "of_tomorrow", "rope_theta": 10000.0}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"rotary embedding type 'of_tomorrow'"):
-        load_model({"model": str(directory), "device": "cpu"})
+        transformers_loading.load_model({"model": str(directory), "device": "cpu"})
 
 
 def test_tied_weights_and_parts_that_the_model_does_not_use_are_no_fault(tmp_path: Path) -> None:
     tied = save_tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    assert "lm_head.weight" not in safetensors_torch.load_file(tied / "model.safetensors")
     parameters = changed(
         tied,
         tmp_path / "model",
@@ -91,14 +96,16 @@ def test_tied_weights_and_parts_that_the_model_does_not_use_are_no_fault(tmp_pat
             "vision_tower.weight": torch.ones(1),
         },
     )
-    assert load_model(parameters) is not None
+    assert transformers_loading.load_model(parameters) is not None
 
 
 @pytest.mark.parametrize(
     ("architecture", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")]
 )
 def test_attention_is_what_the_class_has(architecture: str, attention: str, tmp_path: Path) -> None:
-    model = load_model({"model": str(save_tiny_model(architecture, tmp_path)), "device": "cpu"})
+    model = transformers_loading.load_model(
+        {"model": str(save_tiny_model(architecture, tmp_path)), "device": "cpu"}
+    )
     assert model.config._attn_implementation == attention
 
 
@@ -107,11 +114,13 @@ def test_eager_attention_in_a_batch_has_the_caps_and_sinks_of_the_model(
     architecture: str, tmp_path: Path
 ) -> None:
     directory = save_tiny_model(architecture, tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    )
     prompts = [[*range(5, 15)], [*range(3, 61)], [7], [*range(9, 40)]]
     parameters = {"engine": "transformers", "model": str(directory), "device": "cpu"}
     with running(parameters) as engine:
-        assert isinstance(engine.engine, TransformersEngine)
+        assert isinstance(engine.engine, transformers_engine.TransformersEngine)
         greedy = SamplingParams(temperature=0.0)
         streams = [engine.start(one, sampling=greedy, return_log_probs=True) for one in prompts]
         for prompt, stream in zip(prompts, streams, strict=True):

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from cog_triton.engines.base import SamplingParams
-from cog_triton.engines.transformers_numbers import FiniteCache
 from cog_triton.errors import EngineFailure, LogitsNotFinite, error_from_text
+from tests.late import safetensors_torch, torch, transformers_numbers
 from tests.tiny_models import save_tiny_model
 from tests.unit.engines.conftest import Requests, running
 
@@ -22,9 +20,9 @@ def damaged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Requests]:
     model: Path = save_tiny_model("llama", tmp_path_factory.mktemp("damaged"))
-    weights = load_file(model / "model.safetensors")
+    weights = safetensors_torch.load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][DAMAGED] = request.param
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    safetensors_torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
     with running({"engine": "transformers", "model": str(model), "device": "cpu"}) as requests:
         yield requests
 
@@ -58,7 +56,7 @@ def test_minus_infinity_is_a_token_that_the_model_excludes() -> None:
         use_prefix_sharing = True
         update = None
 
-    finite = FiniteCache(Cache())
+    finite = transformers_numbers.FiniteCache(Cache())
     assert finite.failed(torch.tensor([[0.0, -torch.inf], [1.0, 2.0]])) is None
     assert finite.failed(torch.tensor([[0.0, torch.nan], [1.0, 2.0]])) == ([], [True, False])
     assert finite.failed(torch.tensor([[-torch.inf, -torch.inf]])) == ([], [True])

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.engines import transformers_progress
-from cog_triton.engines.transformers_loading import load_model
-from cog_triton.engines.transformers_progress import LOADING, LoadingProgress
+from tests.late import transformers_loading, transformers_progress
 
 
 @pytest.fixture
@@ -18,13 +16,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow")
 def test_each_line_counts_the_tensors_before_it() -> None:
     stream = io.StringIO()
-    assert list(LoadingProgress(["a", "b", "c"], stream)) == ["a", "b", "c"]
-    assert stream.getvalue().splitlines() == [LOADING.format(done=n, total=3) for n in range(3)]
+    assert list(transformers_progress.LoadingProgress(["a", "b", "c"], stream)) == ["a", "b", "c"]
+    lines = [transformers_progress.LOADING.format(done=n, total=3) for n in range(3)]
+    assert stream.getvalue().splitlines() == lines
 
 
 def test_a_quick_one_says_nothing() -> None:
     stream = io.StringIO()
-    assert list(LoadingProgress(["a", "b", "c"], stream)) == ["a", "b", "c"]
+    assert list(transformers_progress.LoadingProgress(["a", "b", "c"], stream)) == ["a", "b", "c"]
     assert stream.getvalue() == ""
 
 
@@ -32,7 +31,7 @@ def test_a_quick_one_says_nothing() -> None:
 def test_lines_take_the_place_of_the_bar(
     demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load_model({"model": str(demo_model), "device": "cpu"})
+    transformers_loading.load_model({"model": str(demo_model), "device": "cpu"})
     shown = capsys.readouterr()
     assert "loading weights: 1 of 20 tensors\n" in shown.out
     assert "Loading weights" not in shown.err

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import SamplingParams
+from tests.late import torch, transformers
 from tests.tiny_models import save_tiny_model
 from tests.unit.engines.conftest import Requests, running
 
@@ -24,7 +23,7 @@ def engine_and_reference(
     model: Path = save_tiny_model(request.param, tmp_path_factory.mktemp("rope"))
     parameters = {"engine": "transformers", "model": str(model), "device": "cpu"}
     with running(parameters) as requests:
-        yield requests, AutoModelForCausalLM.from_pretrained(model)
+        yield requests, transformers.AutoModelForCausalLM.from_pretrained(model)
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:

@@ -7,12 +7,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cog_triton.engines.base import EngineError, SamplingParams
-from cog_triton.engines.transformers_sequential import SequentialEngine
 from cog_triton.errors import EngineFailure
+from tests.late import torch, transformers, transformers_sequential
 from tests.support import wait_until
 from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
 from tests.unit.engines.conftest import RANDOM, Requests, Stream, running
@@ -29,9 +27,9 @@ def engine_and_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Requests, Any]]:
     model: Path = save_tiny_model(request.param, tmp_path_factory.mktemp("model"))
-    loader: Any = AutoModelForCausalLM
+    loader: Any = transformers.AutoModelForCausalLM
     if request.param in ENCODER_DECODERS:
-        loader = AutoModelForSeq2SeqLM
+        loader = transformers.AutoModelForSeq2SeqLM
     parameters = {"engine": "transformers", "model": str(model), "device": "cpu"}
     with running(parameters) as requests:
         yield requests, loader.from_pretrained(model)
@@ -54,7 +52,7 @@ def test_the_ids_are_those_of_generate_for_all_that_wait(
     engine_and_reference: tuple[Requests, Any],
 ) -> None:
     engine, model = engine_and_reference
-    assert isinstance(engine.engine, SequentialEngine)
+    assert isinstance(engine.engine, transformers_sequential.SequentialEngine)
     streams = [
         engine.start(prompt, max_tokens=12, sampling=GREEDY, return_log_probs=True)
         for prompt in PROMPTS
@@ -107,7 +105,7 @@ def test_what_it_cannot_do_is_an_error_of_the_request(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    assert isinstance(falcon.engine, SequentialEngine)
+    assert isinstance(falcon.engine, transformers_sequential.SequentialEngine)
     monkeypatch.setattr(falcon.engine._model, "generate", fail)
     error = falcon.start().last().error
     assert isinstance(error, EngineFailure)

@@ -10,14 +10,13 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.processes import LEAST_PRIORITY
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter, merge
+from tests.late import torch, transformers
 from tests.unit.engines.conftest import ENGINES, NEEDS_VLLM, PROMPT, Requests, running
 
 pytestmark = NEEDS_VLLM
@@ -73,7 +72,7 @@ def test_a_guide(llm: Requests, tokenizer: Any, guide: Guide, pattern: str) -> N
     assert re.fullmatch(pattern, text, re.DOTALL), text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="half precision rounds the two differently")
+@pytest.mark.skipif("torch.cuda.is_available()", reason="half precision rounds the two differently")
 def test_adapters_change_the_answers_as_if_they_were_merged(
     llm: Requests, demo_model: Path, adapters: Path, tmp_path: Path
 ) -> None:
@@ -109,12 +108,14 @@ def test_an_adapter_that_comes_later_is_replaced_or_is_broken(
 
 
 def greedy_of(model: Path) -> list[int]:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     return list(loaded.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there nobody waits by spinning on the cores")
+@pytest.mark.skipif(
+    "torch.cuda.is_available()", reason="there nobody waits by spinning on the cores"
+)
 def test_its_processes_give_way_to_all_others(llm: Requests) -> None:
     assert llm.ids()
     cores = {process.pid for process in multiprocessing.active_children()}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cog_triton.text.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, decode_delta
+from tests.late import transformers
 from tests.support import split
 from tools.demo_model import DIRECTORY
 
@@ -47,7 +47,7 @@ class Kind:
 def wrap(tokenizer: Tokenizer, byte_tokens: Sequence[str] = ()) -> Kind:
     tokenizer.add_special_tokens(["<s>", "</s>", "<|held|>"])
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    wrapped: Any = PreTrainedTokenizerFast
+    wrapped: Any = transformers.PreTrainedTokenizerFast
     fast = wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     vocabulary = fast.get_vocab()
     return Kind(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from cog_triton.cli import parse
 from cog_triton.errors import ConfigurationError
 from cog_triton.text.tokenizer import Tokenizer
+from tests.late import accuracy_compare as compare
 from tests.support import ROOT
-from tools.accuracy import compare
 from tools.accuracy.sides import Answer
 from tools.accuracy.texts import TASKS, examples, file_rows, shortened
 

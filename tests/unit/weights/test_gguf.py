@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cog_triton.deployment.announcement import count_numbers
 from cog_triton.deployment.engine_choice import EngineName
@@ -22,6 +20,7 @@ from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf
 from cog_triton.weights.gguf_details import UnreadableDetailError, read_details
+from tests.late import torch, transformers
 from tests.unit.weights.support import Site
 
 ENGINES: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi")
@@ -118,14 +117,14 @@ def test_the_converted_model_is_the_one_that_transformers_reads(
         assert values["preprocessing"]["tokenizer_dir"] == settings.model
         check_files(values["tensorrt_llm"])
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
-    reference: Any = AutoModelForCausalLM.from_pretrained(
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
         model_file.parent, gguf_file=model_file.name
     )
-    converted: Any = AutoModelForCausalLM.from_pretrained(directory)
+    converted: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         assert torch.equal(reference(ids).logits, converted(ids).logits)
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     assert tokenizer.eos_token == "</s>"
     messages = [{"role": "user", "content": "hi"}]
@@ -278,12 +277,12 @@ def test_the_conversion_keeps_what_transformers_does_not_read(tmp_path: Path) ->
     factors = {"rope_freqs.weight": llama3_factors()}
     file = write_gguf(tmp_path / "llama3.gguf", tensors=factors, change=change)
     gguf.convert(file, tmp_path / "model", "auto")
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.generation_config.eos_token_id == [1, 5]
     unscaled = 10000.0 ** -(np.arange(0, 16, 2) / 16)
     frequencies = model.model.rotary_emb.inv_freq.numpy()
     assert np.allclose(frequencies, unscaled / np.asarray(llama3_factors()), rtol=1e-4)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer("hi").input_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(tokenizer("hi").input_ids, skip_special_tokens=True) == "hi"
 
