@@ -1,5 +1,7 @@
 import contextlib
+import os
 import reprlib
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +15,11 @@ from tools.demo_model import DIRECTORY
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
 sys.path.insert(0, str(ROOT / "scripts"))
+
+# A run starts some hundred processes. Without bytecode on disk, each compiles PyTorch and what else it
+# imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Machines are shared: no example fails for the time that it takes.
 with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
@@ -120,11 +127,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--demo-model", default=DIRECTORY, help="the demo model's directory")
 
 
-@pytest.fixture
-def adapters(demo_model: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def made_adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.adapters import make_adapter
-    from tests.peft_reference import make_varied_adapter  # it takes a while
+    from tests.peft_reference import make_varied_adapter
 
-    make_adapter(demo_model, tmp_path / "adapters" / "poet", seed=1)
-    make_varied_adapter(demo_model, tmp_path / "adapters" / "bard")
+    directory = tmp_path_factory.mktemp("adapters")
+    make_adapter(demo_model, directory / "poet", seed=1)
+    make_varied_adapter(demo_model, directory / "bard")
+    return directory
+
+
+@pytest.fixture
+def adapters(made_adapters: Path, tmp_path: Path) -> Path:
+    """A directory of two adapters, which a test may change."""
+    shutil.copytree(made_adapters, tmp_path / "adapters")
     return tmp_path / "adapters"

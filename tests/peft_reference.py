@@ -13,6 +13,8 @@ def load(model: Path) -> Any:
 
 def make_varied_adapter(model: Path, directory: Path) -> None:
     """One of PEFT's own making, of all layers but the last, with ranks, scales and biases of their own."""
+    # PEFT needs it where an engine on transformers started in this process, which leaves it out.
+    import torch.distributed.tensor
     from peft import LoraConfig, get_peft_model  # not in every environment of the tests
 
     torch.manual_seed(3)

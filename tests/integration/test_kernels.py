@@ -7,13 +7,12 @@ depend on which of them it is. The same training ends in another model, which an
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support import ROOT
-
-pytest.importorskip("torch")
 
 KERNELS = {
     "every x86-64": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -27,7 +26,10 @@ TRAIN = (
 )
 SECONDS = 900
 
-pytestmark = pytest.mark.rare
+pytestmark = [
+    pytest.mark.rare,
+    pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed"),
+]
 
 
 def run(kernels: str, *arguments: str) -> str:

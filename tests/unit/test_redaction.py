@@ -217,6 +217,7 @@ def test_a_benchmarks_report_has_no_keys(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_signed_url_that_the_hub_redirects_to_is_not_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "model.safetensors").touch()  # else the hub would be asked for GGUF files
     loggers = [logging.getLogger(name) for name in ("httpx", "httpcore")]
     for logger in loggers:
         monkeypatch.setattr(logger, "level", logging.DEBUG)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cog_triton.engines import transformers_progress
 from cog_triton.server.log import CuttingFormatter, ServerLog, lines_of_ranks, parse_log_line
+from tests.late import transformers_progress
 
 DIED = "tritonserver died"
 

@@ -171,6 +171,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Stands in for ``snapshot_download``."""
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").touch()
+    # Without weights, the hub would be asked for its GGUF files.
+    (tmp_path / "snapshot" / "model.safetensors").touch()
     download: Mock = create_autospec(huggingface_hub.snapshot_download)
     download.return_value = str(tmp_path / "snapshot")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
