@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cog_triton.text.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, decode_delta
 from tests.late import transformers
@@ -61,7 +60,7 @@ def wrap(tokenizer: Tokenizer, byte_tokens: Sequence[str] = ()) -> Kind:
 
 def byte_level() -> Kind:
     """The demo model's."""
-    characters = bytes_to_unicode()
+    characters = transformers.convert_slow_tokenizer.bytes_to_unicode()
     tokenizer = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
     return wrap(tokenizer, [characters[byte] for byte in range(0x100)])
 
