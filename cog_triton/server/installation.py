@@ -23,9 +23,12 @@ class Installation:
     """A tritonserver found on this machine."""
 
     server: Path
-    backends: Path  # has a directory for each backend
-    stub: Path | None = None  # of the Python backend for this Python; None for the backend's own
-    libraries: str = ""  # the directory of the server's shared libraries, if they are beside it
+    # Has a directory for each backend.
+    backends: Path
+    # Of the Python backend for this Python; None for the backend's own.
+    stub: Path | None = None
+    # The directory of the server's shared libraries, if they are beside it.
+    libraries: str = ""
 
 
 def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Installation:
@@ -52,11 +55,16 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
 
 
 def _wheel() -> Installation | None:
-    # Found, not imported: importing pytriton takes most of a second and everything it depends on.
-    if (spec := importlib.util.find_spec("pytriton")) is None or spec.origin is None:
+    """Return the server of the wheel nvidia-pytriton; None without it.
+
+    It is found and not imported: that takes most of a second, and everything it depends on.
+    """
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
-    root, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
+    root = package / "tritonserver"
+    libraries = package.parent / "nvidia_pytriton.libs"
     version = sysconfig.get_python_version()
     stub = root / "python_backend_stubs" / version / STUB
     if not stub.is_file():
@@ -69,7 +77,9 @@ def _wheel() -> Installation | None:
 
 def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
     """Return the server and a backend directory for this Python, made without a change to the wheel."""
-    server, source, backends = installation.server, installation.backends, directory / "backends"
+    server = installation.server
+    source = installation.backends
+    backends = directory / "backends"
     (backends / "python").mkdir(parents=True)
     for part in (*source.iterdir(), *(source / "python").iterdir()):
         link = backends / part.relative_to(source)
@@ -83,7 +93,8 @@ def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
 
 
 def _copy_program(file: Path, copy: Path) -> Path:
-    copy.unlink(missing_ok=True)  # a link
+    # There may be a link.
+    copy.unlink(missing_ok=True)
     shutil.copyfile(file, copy)
     copy.chmod(0o755)
     return copy
@@ -102,11 +113,17 @@ def environment(
         for name, value in environ.items()
         if name in passed_on or not is_secret(name, value)
     }
-    # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.
-    libraries = (installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
-    lists = {
-        "LD_LIBRARY_PATH": (*libraries, str(sysconfig.get_config_var("LIBDIR"))),
-        "PATH": (str(Path(sys.executable).parent), environ.get("PATH", "")),
-    }
-    # An empty directory would mean the current one.
-    return kept | {n: ":".join(filter(None, ":".join(v).split(":"))) for n, v in lists.items()}
+    kept["LD_LIBRARY_PATH"] = _path_list(
+        installation.libraries,
+        environ.get("LD_LIBRARY_PATH", ""),
+        # The last: a system's Python has its library where other versions of CUDA's and MPI's are.
+        str(sysconfig.get_config_var("LIBDIR")),
+    )
+    kept["PATH"] = _path_list(str(Path(sys.executable).parent), environ.get("PATH", ""))
+    return kept
+
+
+def _path_list(*lists: str) -> str:
+    """Join lists of directories. An empty directory would mean the current one, and is left out."""
+    directories = ":".join(lists).split(":")
+    return ":".join(directory for directory in directories if directory)
