@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.cli.launch import Options
-from cog_triton.deployment.file_checks import check_files
+from cog_triton.deployment.file_checks import check_family, check_files
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.repository.fill import CONFIG, read_config, read_template, unmet_needs
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
@@ -143,7 +143,9 @@ def read_models(repository: Path) -> dict[str, Any]:
     if problems[1:]:
         raise ConfigurationError("\n".join(problems))
     for content in models.values():
-        check_files({name: value.string_value for name, value in content.parameters.items()})
+        llm = {name: value.string_value for name, value in content.parameters.items()}
+        check_files(llm)
+        check_family(llm)
     return models
 
 

@@ -202,9 +202,6 @@ def transformers_problems(
             f"{directory} contains a {head}, which does not generate text; "
             "use the checkpoint of a causal language model (…ForCausalLM)"
         )
-    problem = _family_problem(directory, config)
-    if problem is not None:
-        yield problem
     if not any((directory / name).is_file() for name in _ENTRY_FILES):
         files = sorted(
             file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)
@@ -232,8 +229,11 @@ def _token_problems(directory: Path, config: Mapping[str, Any]) -> Iterator[str]
             yield f"{directory}/{name}: pad_token_id must be a token id, not {padding!r}"
 
 
-def _family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Return why transformers generates no text with a model of this family; None if it does."""
+def family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Return why transformers generates no text with a model of this family; None if it does.
+
+    This imports transformers, which takes most of a second.
+    """
     family = config.get("model_type")
     if not isinstance(family, str) or "auto_map" in config:
         return None  # the loader says what is wrong; a model's code may do anything

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -106,19 +106,20 @@ class Deployment:
                 "MAX_SEQUENCE_LENGTH requires this project's preprocessing model, but TRITON_MODEL_REPO "
                 "has a different one; build the engine with a smaller max_seq_len instead"
             )
-        # The tokenizer takes as long to load as Triton takes to start: do both at once.
-        loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
-        end_tokens = await _end_tokens(settings, values, engine, loading)
+        loader = TokenizerLoader(settings, values["tensorrt_llm"])
+        end_tokens = await _end_tokens(settings, values, engine, loader)
         model_defaults.warn_of_adapters(settings, end_tokens)
         values = model_defaults.with_end_tokens(settings, values, engine, end_tokens)
-        supervisor = Supervisor(settings, partial(run_server, values=values, loading=loading))
+        supervisor = Supervisor(
+            settings, partial(run_server, values=values, load_tokenizer=loader.load)
+        )
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         async with contextlib.AsyncExitStack() as opened:
             if settings.predictor_metrics_port is not None:
                 await opened.enter_async_context(served_metrics(settings, admission, supervisor))
             opened.push_async_callback(supervisor.stop)
             await supervisor.start()
-            tokenizer = await loading
+            tokenizer = await loader.load()
             llm = values["tensorrt_llm"]
             context_length = template_variables.context_length(llm)
             described = announcement.served(
@@ -186,7 +187,7 @@ async def _end_tokens(
     settings: Settings,
     values: template_variables.Values,
     engine: engine_choice.EngineName,
-    loading: Awaitable[Tokenizer],
+    loader: "TokenizerLoader",
 ) -> EndTokens:
     """Find the end tokens; wait for the tokenizer only if its files do not say what ends a sequence."""
     own: int | None = None
@@ -195,7 +196,7 @@ async def _end_tokens(
         try:
             own = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
         except (LookupError, TypeError, ValueError):
-            own = (await loading).eos_token_id
+            own = (await loader.load()).eos_token_id
     return await asyncio.to_thread(model_defaults.end_tokens_of, settings, values, engine, own)
 
 
@@ -265,6 +266,27 @@ async def served_metrics(
     finally:
         server.should_exit = True
         await serving
+
+
+class TokenizerLoader:
+    """Loads the tokenizer once, in a thread, when it is first asked for.
+
+    The model's family is checked there too: both import transformers, and Triton starts meanwhile.
+    """
+
+    def __init__(self, settings: Settings, llm: Mapping[str, object]) -> None:
+        self._settings = settings
+        self._llm = llm
+        self._loading: asyncio.Future[Tokenizer] | None = None
+
+    def load(self) -> Awaitable[Tokenizer]:
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        return self._loading
+
+    def _load(self) -> Tokenizer:
+        file_checks.check_family(self._llm)
+        return tokenizer_of(self._settings)
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import Any
 from cog_triton.deployment.checkpoint import (
     check_weight_files,
     check_weight_names,
+    family_problem,
     read_json,
     refuse_adapter,
     transformers_problems,
@@ -52,6 +53,18 @@ def check_files(llm: Mapping[str, object]) -> None:
         for problem in transformers_problems(directory, config, names):
             raise ConfigurationError(problem)
     check_context_length(llm, config)
+
+
+def check_family(llm: Mapping[str, object]) -> None:
+    """Refuse a checkpoint whose family of models the installed transformers does not generate text with."""
+    directory = Path(str(llm.get("model") or ""))
+    if llm.get("triton_backend") == "tensorrtllm" or llm.get("engine") != "transformers":
+        return
+    if not (directory / "config.json").is_file() or (directory / "adapter_config.json").is_file():
+        return
+    problem = family_problem(directory, read_json(directory / "config.json"))
+    if problem is not None:
+        raise ConfigurationError(problem)
 
 
 def check_engines_length(llm: Mapping[str, object]) -> None:

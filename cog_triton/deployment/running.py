@@ -225,7 +225,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.asynccontextmanager
 async def run_server(
-    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+    settings: Settings, values: Values, load_tokenizer: Callable[[], Awaitable[Tokenizer]]
 ) -> AsyncIterator[RunningServer]:
     """Fill a repository, start tritonserver on it, and yield it warm; leave nothing of a failed start."""
     async with contextlib.AsyncExitStack() as cleanup:
@@ -235,7 +235,11 @@ async def run_server(
         is_temporary = settings.runtime_directory is None
         server = TritonServer(repository, runtime, settings, temporary=is_temporary)
         cleanup.push_async_callback(asyncio.to_thread, server.stop)
-        _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
+        # The models take longer to load than the tokenizer: start them first.
+        await asyncio.to_thread(server.spawn)
+        _, tokenizer = await asyncio.gather(
+            asyncio.to_thread(server.wait_until_ready), load_tokenizer()
+        )
         client = create_client(settings, server)
         cleanup.push_async_callback(client.aclose)
         running = RunningServer(server, client, tokenizer, settings.hang_timeout)

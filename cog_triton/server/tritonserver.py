@@ -97,6 +97,11 @@ class TritonServer:
             TritonStartError: the server died or ran out of time, with its reasons. It is stopped then;
                 TritonPortTaken if another process took a port in the same moment.
         """
+        self.spawn()
+        self.wait_until_ready()
+
+    def spawn(self) -> None:
+        """Start the process, or raise ConfigurationError as ``start`` does."""
         installation = locate(self.settings)
         environ = self._environment(installation)
         guard.sweep()
@@ -109,6 +114,9 @@ class TritonServer:
         except OSError as error:
             # The disk is full, say.
             raise ConfigurationError(errors.file_problem(error)) from error
+
+    def wait_until_ready(self) -> None:
+        """Return when every model is ready; stop the server and raise TritonStartError if that fails."""
         try:
             self._wait_until_ready()
         except BaseException:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cog_triton.deployment.file_checks import check_files
+from cog_triton.deployment.file_checks import check_family, check_files
 from cog_triton.errors import ConfigurationError
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -65,9 +65,6 @@ def test_names_that_no_model_of_the_configuration_has(
         ({"compression_config": {"quant_method": "zebra"}}, "'zebra'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
         ({"architectures": ["BertForMaskedLM"]}, "contains a BertForMaskedLM"),
-        ({"model_type": "llava"}, r"vision-language model \(llava\).*ENGINE=vllm"),
-        ({"model_type": "vit"}, "cannot generate text with the model type 'vit'"),
-        ({"model_type": "zebra"}, "model type 'zebra'"),
     ],
 )
 def test_configurations_that_transformers_would_read_otherwise(
@@ -77,6 +74,24 @@ def test_configurations_that_transformers_would_read_otherwise(
     with pytest.raises(ConfigurationError, match=said):
         check_files(llm)
     check_files({**llm, "engine": "vllm"})  # has more quantizations, and says itself what it lacks
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("llava", r"vision-language model \(llava\).*ENGINE=vllm"),
+        ("vit", "cannot generate text with the model type 'vit'"),
+        ("zebra", "model type 'zebra'"),
+    ],
+)
+def test_families_that_transformers_does_not_generate_text_with(
+    family: str, said: str, tmp_path: Path
+) -> None:
+    llm = make_checkpoint(tmp_path, [f"{LAYER}.weight"], {"model_type": family})
+    with pytest.raises(ConfigurationError, match=said):
+        check_family(llm)
+    check_family({**llm, "engine": "vllm"})
+    check_family(make_checkpoint(tmp_path, [f"{LAYER}.weight"], {"model_type": "llama"}))
 
 
 def test_modelopts_quantization_is_for_other_engines(tmp_path: Path) -> None:
