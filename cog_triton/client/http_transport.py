@@ -30,9 +30,12 @@ from cog_triton.protocol.names import (
 )
 
 CONNECT_SECONDS = 10.0
-STALL_SECONDS = 20.0  # of silence after a first event: Triton 2.51 may drop the rest of a stream
-END_SECONDS = 1.0  # to wait for a stream's end after its last event: Triton may drop it as well
-LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
+# Of silence after a first event: Triton 2.51 may drop the rest of a stream.
+STALL_SECONDS = 20.0
+# To wait for a stream's end after its last event: Triton may drop it as well.
+END_SECONDS = 1.0
+# Of an event, at most: a long prompt's log probabilities have tens of megabytes.
+LINE_BYTES = 2**26
 
 Event = dict[str, Any]
 # TensorRT-LLM marks no last event.
@@ -61,7 +64,8 @@ class HttpClient(TritonClient):
     ) -> Arrivals[Frame | TensorOutputs]:
         arrivals: Arrivals[Frame | TensorOutputs] = Arrivals()
         if model == IDS_ENSEMBLE:
-            address = FrameAddress(reader=uuid4().hex, sequence=1)  # each request has its reader
+            # Each request has a reader, since each has its stream.
+            address = FrameAddress(reader=uuid4().hex, sequence=1)
             parameters = {**parameters, FRAMES_FOR: address.parameter()}
         events = self.events(model, request_id, inputs, parameters)
         # A task, because a consumer that is cancelled while it reads would break the connection.
@@ -81,12 +85,15 @@ class HttpClient(TritonClient):
         """Yield the events of any model's generate_stream, or raise CogTritonError."""
         # Keys that are not inputs of the model become parameters of the request.
         tensors = {name: json_value(value) for name, value in inputs.items()}
-        url, body = f"{self._models}/{model}/generate_stream", {"id": request_id, **tensors}
+        body = {"id": request_id, **tensors, **parameters}
+        url = f"{self._models}/{model}/generate_stream"
+        headers = {}
+        if TRACEPARENT in parameters:
+            headers[TRACEPARENT] = str(parameters[TRACEPARENT])
         try:
-            headers = {name: str(parameters[name]) for name in parameters.keys() & {TRACEPARENT}}
-            body |= parameters
             async with self._session.post(url, json=body, headers=headers) as reply:
-                if reply.content_type != "text/event-stream":  # an early error is a plain object
+                if reply.content_type != "text/event-stream":
+                    # An early error is a plain object.
                     plain = await reply.read()
                     if plain or not reply.ok:
                         yield _object(plain)
@@ -94,7 +101,8 @@ class HttpClient(TritonClient):
                 async for line in reply.content:
                     if line.startswith(b"data:"):
                         yield _object(line[5:])
-        except (aiohttp.ClientError, OSError) as error:  # a time-out is either
+        except (aiohttp.ClientError, OSError) as error:
+            # A time-out is either of them, and may have no text.
             problem = str(error) or repr(error)
             raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
 
@@ -102,6 +110,7 @@ class HttpClient(TritonClient):
 async def _read(
     events: AsyncGenerator[Event, None], arrivals: Arrivals[Frame | TensorOutputs]
 ) -> None:
+    """Add the events to the arrivals, and end those, however the events end."""
     last: Frame | TensorOutputs | None = None
     try:
         async with contextlib.aclosing(events):
@@ -143,7 +152,8 @@ def _object(data: bytes) -> Event:
         raise errors.TritonMalformedJSON(f"Triton sent {shown}: {error}") from None
     if not isinstance(value, dict):
         raise errors.TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
-    if "error" in value:  # in any event, because the HTTP status is fixed on the first
+    if "error" in value:
+        # In any event, because the HTTP status is fixed on the first.
         raise errors.error_from_text(str(value["error"]))
     return value
 

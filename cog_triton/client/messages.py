@@ -14,11 +14,17 @@ from cog_triton.client.responses import Inputs, Outputs
 from cog_triton.protocol.frames import Frame, decode_frames
 from cog_triton.protocol.names import FRAMES, LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 
-_FORMATS: dict[str, Literal["i", "f"]]  # by which 4 bytes are read
-_FORMATS = {**dict.fromkeys(OUTPUTS, "i"), FRAMES: "i", LOG_PROBS: "f"}
+# By which 4 bytes are read: integers or floats.
+_FORMATS: dict[str, Literal["i", "f"]] = {
+    **dict.fromkeys(OUTPUTS, "i"),
+    FRAMES: "i",
+    LOG_PROBS: "f",
+}
+_PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param"}
 
 
 def read(message: bytes) -> service_pb2.ModelStreamInferResponse:
+    """Read a message of ModelStreamInfer, or raise TritonMalformedEvent."""
     try:
         return service_pb2.ModelStreamInferResponse.FromString(message)
     except DecodeError:
@@ -53,34 +59,40 @@ def infer_request(
     outputs: Sequence[str] = (),
     parameters: Parameters = NO_PARAMETERS,
 ) -> service_pb2.ModelInferRequest:
-    """Return the request as a message; with no outputs named, all are asked for."""
+    """Return the request as a message.
+
+    Args:
+        outputs: names of the outputs to return; all if there are none.
+    """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     # So that a stream that ends without data has a last response.
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
-        kind = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
-        data = b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
-        request.inputs.add(name=name, datatype=kind, shape=value.shape)
+        datatype = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
+        is_text = datatype == "BYTES"
+        data = b"".join(serialize_byte_tensor(value).flat) if is_text else value.tobytes()
+        request.inputs.add(name=name, datatype=datatype, shape=value.shape)
         request.raw_input_contents.append(data)
     for name in outputs:
         request.outputs.add(name=name)
     for name, parameter in parameters.items():
-        kind = {bool: "bool_param", int: "int64_param"}.get(type(parameter), "string_param")
-        setattr(request.parameters[name], kind, parameter)
+        field = _PARAMETER_FIELDS.get(type(parameter), "string_param")
+        setattr(request.parameters[name], field, parameter)
     return request
 
 
 def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
     """Return a response's outputs, each flat, or raise TritonMalformedEvent."""
-    contents = zip(response.outputs, response.raw_output_contents, strict=False)
+    outputs: dict[str, list[Any]] = {}
     try:
-        return {
-            output.name: memoryview(content).cast(form).tolist()  # in half of NumPy's time
-            for output, content in contents
-            if (form := _FORMATS.get(output.name)) is not None
-        }
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=False):
+            if output.name in _FORMATS:
+                # In half of NumPy's time.
+                values = memoryview(content).cast(_FORMATS[output.name])
+                outputs[output.name] = values.tolist()
     except TypeError:
         raise errors.TritonMalformedEvent("a response of the ensemble is malformed") from None
+    return outputs
 
 
 def is_final(response: service_pb2.ModelInferResponse) -> bool:

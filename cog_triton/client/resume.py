@@ -24,9 +24,12 @@ logger = logging.getLogger(__name__)
 
 GUIDED = "TensorRT-LLM cannot resume structured output after its server has crashed"
 _GUIDE = "guided_decoding_guide_type"
-MOST_BLAMELESS = 50  # retries in a row, which take about 45 s
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before a retry
-# Where the preprocessing is not this package's.
+# Retries in a row, which take about 45 s.
+MOST_BLAMELESS = 50
+# Seconds before a retry.
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 1.0
+# Said where the preprocessing is not this package's.
 CANNOT = "the server cannot resume an output that has started"
 TWO_ENDED = "two servers crashed as they started this request, so it is not retried"
 
@@ -45,7 +48,8 @@ class Trials:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Event] = set()
-        self._suspects: set[asyncio.Event] = set()  # that wait or run
+        # Trials that are to run alone; they wait or run.
+        self._suspects: set[asyncio.Event] = set()
 
     @contextlib.asynccontextmanager
     async def trial(self, *, alone: bool) -> AsyncIterator[asyncio.Event]:
@@ -55,8 +59,11 @@ class Trials:
         try:
             if alone:
                 self._suspects.add(end)
-            while waiting := [other for other in others if not other.is_set()]:
-                await waiting[0].wait()
+            while True:
+                going_on = [other for other in others if not other.is_set()]
+                if not going_on:
+                    break
+                await going_on[0].wait()
             self._running.add(end)
             yield end
         finally:
@@ -78,7 +85,8 @@ class Patience:
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
         self._counted = 0
-        self._blameless = 0  # since the last token
+        # Since the last token.
+        self._blameless = 0
 
     def progressed(self) -> None:
         self._blameless = 0
@@ -100,14 +108,40 @@ class Patience:
 
 @dataclass
 class _Output:
-    """What has been delivered of one request's output."""
+    """What has been delivered of one request's output.
+
+    Attributes:
+        ids: all token ids.
+        begun: number of those that another deployment or start delivered; the limits are for the rest.
+        max_tokens: the limit.
+        end_ids: token ids that end the output.
+    """
 
     ids: "array[int]"
-    begun: int  # ids by another deployment or start; the limits are for the rest
+    begun: int
     max_tokens: int
     end_ids: Collection[int]
     prompt_tokens: int | None = None
     keeps_end_token: bool = True
+
+    @classmethod
+    def begin(cls, inputs: Inputs, parameters: Parameters, end_tokens: EndTokens) -> "_Output":
+        """Return the output of a request before its first attempt."""
+        ids = array("i", ids_parameter(parameters, CONTINUED))
+        end_id = int(inputs["end_id"].flat[0]) if "end_id" in inputs else None
+        return cls(
+            ids,
+            begun=len(ids),
+            max_tokens=int(inputs["max_tokens"].flat[0]),
+            end_ids=end_tokens.for_request(end_id),
+        )
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether nothing was left to generate at the beginning."""
+        if not self.begun:
+            return False
+        return self.max_tokens == 0 or self.ids[self.begun - 1] in self.end_ids
 
     @property
     def has_new_ids(self) -> bool:
@@ -136,38 +170,38 @@ class ResumingClient:
     A sampled token depends on the seed, its place and the tokens before it, so on the embedded engines the
     output is that of an uninterrupted request. TensorRT-LLM takes the delivered tokens for the prompt's and
     generates another end; a guide would begin anew, so that request fails.
+
+    Attributes:
+        clients: has the client of the server that runs.
+        attempts: maximum number of retries of one request for its faults; see ``Patience``.
+        end_tokens: those of the model.
+        adapters: sent to TensorRT-LLM's C++ backend where it lacks them.
+        retries: number of retries of all requests.
     """
 
     clients: Clients
-    attempts: int  # the most retries of one request for its faults; see ``Patience``
+    attempts: int
     end_tokens: EndTokens
-    adapters: AdapterTensors | None = None  # sent to TensorRT-LLM's C++ backend where it lacks them
-    retries: int = field(default=0, init=False)  # of all requests
+    adapters: AdapterTensors | None = None
+    retries: int = field(default=0, init=False)
     trials: Trials = field(default_factory=Trials, init=False)
 
     async def stream(
         self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AsyncGenerator[Response, None]:
         """Start a request and yield its responses, see ``Streams``."""
-        ids = array("i", ids_parameter(parameters, CONTINUED))
-        named = int(inputs["end_id"].flat[0]) if "end_id" in inputs else None
-        end_ids = self.end_tokens.for_request(named)
-        max_tokens = int(inputs["max_tokens"].flat[0])
-        output = _Output(ids, begun=len(ids), max_tokens=max_tokens, end_ids=end_ids)
-        was_whole = bool(ids) and (ids[-1] in end_ids or not max_tokens)
+        output = _Output.begin(inputs, parameters, self.end_tokens)
         patience = Patience(self.attempts)
         suspect = False
-        for attempt in () if was_whole else itertools.count():
+        for attempt in itertools.count():
+            if attempt == 0 and output.was_complete:
+                break
             name = f"{request_id}-{attempt}" if attempt else request_id
-            continued = len(ids)
+            continued = len(output.ids)
             await patience.pause()
             async with self.trials.trial(alone=suspect) as answered:
                 client = await self.clients.client(None)
-                send: Send[Response]
-                send = partial(client.stream, continued=ids, parameters=parameters)
-                if self.adapters is not None:
-                    send = partial(self.adapters.stream, send)
-                sent = send(name, _rest(inputs, continued - output.begun))
+                sent = self._send(client, name, inputs, output, parameters)
                 try:
                     async with contextlib.aclosing(sent) as responses:
                         async for response in responses:
@@ -178,29 +212,57 @@ class ResumingClient:
                             yield response
                     return
                 except errors.PromptTooLong:
-                    if not ids:
+                    if not output.ids:
                         raise
-                    break  # the context was full
+                    # The context was full.
+                    break
                 except BROKEN as error:
                     if output.is_complete:
-                        break  # only the mark of the end is missing
-                    if not patience.allows(error, had_tokens=len(ids) > continued):
+                        # Only the mark of the end is missing.
+                        break
+                    if not patience.allows(error, had_tokens=len(output.ids) > continued):
                         raise
                     if output.has_new_ids and not output.keeps_end_token and _GUIDE in inputs:
                         raise errors.TritonUnavailable(GUIDED) from error
                     # In the trial: no other begins on a server whose end is not noticed yet.
-                    gone = isinstance(error, errors.TritonUnavailable)
-                    died = gone and await self.clients.client(client) is not client
+                    died = await self._has_died(client, error)
                     if died and suspect and not answered.is_set():
                         raise errors.TritonUnavailable(TWO_ENDED) from error
                     suspect = not answered.is_set() and (died or suspect)
                     self.retries += 1
-                    text = "resuming request %s after %d tokens: %s"
-                    logger.warning(text, request_id, len(ids), error)
+                    logger.warning(
+                        "resuming request %s after %d tokens: %s",
+                        request_id,
+                        len(output.ids),
+                        error,
+                    )
         yield Response([], None, final=True, keeps_end_token=output.keeps_end_token)
+
+    def _send(
+        self,
+        client: TritonClient,
+        name: str,
+        inputs: Inputs,
+        output: _Output,
+        parameters: Parameters,
+    ) -> AsyncGenerator[Response, None]:
+        """Send the rest of a request to a server."""
+        send: Send[Response] = partial(client.stream, continued=output.ids, parameters=parameters)
+        if self.adapters is not None:
+            send = partial(self.adapters.stream, send)
+        return send(name, _rest(inputs, len(output.ids) - output.begun))
+
+    async def _has_died(self, client: TritonClient, error: errors.CogTritonError) -> bool:
+        """Whether the server of a client has ended, and not just this request of it."""
+        if not isinstance(error, errors.TritonUnavailable):
+            return False
+        return await self.clients.client(client) is not client
 
 
 def _rest(inputs: Inputs, continued: int) -> Inputs:
     """Return the inputs with limits for the rest of the output."""
-    counts = {n: inputs[n] - continued for n in ("max_tokens", "min_tokens") if n in inputs}
-    return {**inputs, **{n: np.maximum(v, 0).astype(np.int32) for n, v in counts.items()}}
+    rest = dict(inputs)
+    for name in ("max_tokens", "min_tokens"):
+        if name in inputs:
+            rest[name] = np.maximum(inputs[name] - continued, 0).astype(np.int32)
+    return rest

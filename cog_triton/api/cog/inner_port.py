@@ -12,11 +12,17 @@ import socket
 import struct
 from ipaddress import IPv4Address
 
-_SO_ATTACH_FILTER = 26  # of Linux; Python's socket has no names for these two
+# Options of Linux's sockets, for which Python has no names.
+_SO_ATTACH_FILTER = 26
 _IP_BIND_ADDRESS_NO_PORT = 24
-_SOURCE_ADDRESS = 0xFFF00000 + 12  # SKF_NET_OFF, and where IPv4's header has it
-_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # instructions of classic BPF
-_ALL_BYTES, _NO_BYTES = 0xFFFFFFFF, 0
+# Instructions of classic BPF, and their arguments.
+_LOAD_WORD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_RETURN = 0x06
+# SKF_NET_OFF, and where IPv4's header has it.
+_SOURCE_ADDRESS = 0xFFF00000 + 12
+_ALL_BYTES = 0xFFFFFFFF
+_NO_BYTES = 0
 
 
 def random_source() -> str:
