@@ -12,8 +12,9 @@
     tool_calls/    a model's text to text, thoughts and calls
     protocol/      what clients get: a writer of events and objects per API
     errors.py      every error as a client reads it, in one table
-    served.py      the application's state; the record of each request, its figures and span
-    keys.py        API keys and their limits
+    served.py      Served: the state of one application
+    call.py        Call: the record of each request; figures.py and spans.py make figures and spans of it
+    keys.py        API keys; quotas.py: how much each has used of its limits
     pages.py       the chat page, page.html, and the API's reference
     background.py  responses that run in the background, and their events
     batch_input.py the checks of a batch's input; batch_runner.py runs batches

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cog_triton.api.openai.call import CURRENT, Call
 from cog_triton.api.openai.chats import from_responses
 from cog_triton.api.openai.chats.turn import Turn, chat_turn
 from cog_triton.api.openai.errors import ApiError
@@ -26,7 +27,7 @@ from cog_triton.api.openai.protocol.error_response import client_error
 from cog_triton.api.openai.protocol.events import dumps
 from cog_triton.api.openai.protocol.responses import ResponseWriter
 from cog_triton.api.openai.schemas.responses import ResponsesBody
-from cog_triton.api.openai.served import CURRENT, Call, Served
+from cog_triton.api.openai.served import Served
 from cog_triton.api.openai.storable import STORAGE_LIMIT_EXCEEDED, no_room
 from cog_triton.api.openai.storage.limits import NoRoom
 from cog_triton.api.openai.storage.records import (
@@ -210,7 +211,7 @@ class BackgroundResponses(Jobs[ActiveResponse]):
             del self._runs[id]
             run.show(0)
             served.quotas.spend(call.key, call.input_tokens + call.output_tokens)
-            served.figures.ended(call)
+            served.figures.on_end(call)
             self._on_ended(call)
 
     async def _answer(self, run: BackgroundRun) -> None:

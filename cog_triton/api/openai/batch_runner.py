@@ -19,13 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cog_triton.api.openai.batch_input import Checks, InputLine, lines_of, parsed_line
 from cog_triton.api.openai.body_route import LARGE_BODY
+from cog_triton.api.openai.call import BATCH_CALL, Call
 from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.api.openai.jobs import LOOK_SECONDS, Jobs
 from cog_triton.api.openai.keys import Key
 from cog_triton.api.openai.pacing import LoopPace
 from cog_triton.api.openai.protocol.events import dumps, new_id
 from cog_triton.api.openai.schemas.files_and_batches import LineBody
-from cog_triton.api.openai.served import BATCH_CALL, Call, Served
+from cog_triton.api.openai.served import Served
 from cog_triton.api.openai.storable import STORAGE_LIMIT_EXCEEDED
 from cog_triton.api.openai.storage.batches import (
     PARTS,

@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.errors import CLIENT_GONE, ApiError, invalid
-from cog_triton.api.openai.served import current
 from cog_triton.api.openai.validation import NEEDS_OBJECT, validated
 from cog_triton.errors import shown
 from cog_triton.web import bodies

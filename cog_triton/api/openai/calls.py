@@ -9,11 +9,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.api.openai import pages
+from cog_triton.api.openai.call import BATCH_CALL, CURRENT, Call
 from cog_triton.api.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.api.openai.keys import Key, Keys
 from cog_triton.api.openai.protocol.error_response import client_error, error_response
 from cog_triton.api.openai.routes.operation import HEALTH_PATHS, LOADS, METRICS
-from cog_triton.api.openai.served import BATCH_CALL, CURRENT, Call, Served, begin_span
+from cog_triton.api.openai.served import Served
+from cog_triton.api.openai.spans import begin_span
 from cog_triton.errors import shown
 
 logger = logging.getLogger("cog_triton.api.openai.operation")  # as docs/openai.md shows its lines
@@ -80,7 +82,7 @@ class CallMiddleware:
             CURRENT.reset(token)
             if is_counted:
                 served.quotas.leave(call.key, call.input_tokens + call.output_tokens)
-            served.figures.ended(call)
+            served.figures.on_end(call)
             log_call(call)
             end_span(call)
 
@@ -90,7 +92,7 @@ class CallMiddleware:
             request_id,
             path,
             method=scope["method"],
-            gap=self._served.figures.gap,
+            on_gap=self._served.figures.on_gap,
             anthropic=path.startswith(MODELS_PATH) and ANTHROPIC_VERSION in headers,
         )
 

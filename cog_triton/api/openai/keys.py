@@ -1,14 +1,12 @@
-"""API keys, which are kept as hashes only, and their limits.
+"""API keys, which are kept as hashes only.
 
 A list of keys has one a line, with its name, the key or its hash, and options; see ``LINE``. The hash is
 ``sha256:`` and 64 hexadecimal digits. Names are in the log and in the metrics; keys never are.
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
-import math
 import os
 import re
 import time
@@ -20,13 +18,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from cog_triton.api.openai.errors import ApiError
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
-MINUTE = 60.0
 OPTIONS = "[weight=N] [max_running=N] [requests_per_minute=N] [tokens_per_minute=N]"
 LINE = f"NAME KEY {OPTIONS}; names have letters, digits and ._@-, numbers are above 0"
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -35,7 +31,13 @@ Limit = Annotated[float, Field(gt=0, lt=1e12)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Key:
-    """One API key, by its SHA-256. A limit that is None does not apply; ``max_running`` is of requests."""
+    """One API key. A limit that is None does not apply.
+
+    Attributes:
+        digest: the SHA-256 of the key itself, which is not kept.
+        weight: the key's share of the queue, against that of the others.
+        max_running: how many of its requests may run at once.
+    """
 
     name: Annotated[str, Field(pattern=r"^[\w.@-]{0,64}$")]
     digest: bytes
@@ -45,13 +47,16 @@ class Key:
     tokens_per_minute: Limit | None = None
 
 
-ANYBODY = Key("", b"")  # of every request where there are no keys
+ANYBODY = Key("", b"")  # the key of every request on a server without keys
 
 
 def configured_keys(settings: Settings) -> "Keys | None":
+    """Return the keys that the settings list, or None for a server that needs none."""
     listed = settings.openai_api_keys.get_secret_value() if settings.openai_api_keys else ""
     file = settings.openai_api_keys_file
-    return Keys(listed, file) if listed.replace(",", " ").strip() or file is not None else None
+    if file is None and not listed.replace(",", " ").strip():
+        return None
+    return Keys(listed, file)
 
 
 class Keys:
@@ -63,8 +68,10 @@ class Keys:
         """Read the file, or raise ConfigurationError; there has to be a key."""
         digests = [_digest(text) for text in re.split(r"[,\s]+", listed) if text]
         self._listed = tuple(Key(f"key-{digest.hex()[:8]}", digest) for digest in digests)
-        self._file, self._clock, self._checked = file, clock, clock()
-        self._version = _version(file)
+        self._file = file
+        self._clock = clock
+        self._checked_at = clock()
+        self._version = _version_of(file)
         self._keys = self._read()
 
     @property
@@ -79,8 +86,11 @@ class Keys:
         return matching[0] if matching else None
 
     def named(self, name: str) -> Key | None:
-        """Return the key of a name, if it is still there."""
-        return next((key for key in self._current() if key.name == name), None)
+        """Return the key with a name, if it is still there."""
+        for key in self._current():
+            if key.name == name:
+                return key
+        return None
 
     def _read(self) -> tuple[Key, ...]:
         keys = self._listed
@@ -90,31 +100,50 @@ class Keys:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"OPENAI_API_KEYS_FILE: {error}") from None
         names = Counter(key.name for key in keys)
-        if twice := sorted(name for name, count in names.items() if count > 1):
+        twice = sorted(name for name, count in names.items() if count > 1)
+        if twice:
             raise ConfigurationError(f"API keys: {', '.join(twice)} appears twice")
         if not keys:
             raise ConfigurationError("no API keys configured, so every request would be refused")
         return keys
 
     def _current(self) -> tuple[Key, ...]:
-        if self._clock() - self._checked < RELOAD_SECONDS:
+        """Return the keys, after the file is read again if it has changed."""
+        now = self._clock()
+        if now - self._checked_at < RELOAD_SECONDS:
             return self._keys
-        self._checked, before = self._clock(), self._version
-        self._version = _version(self._file)
+        self._checked_at = now
+        version = _version_of(self._file)
+        if version == self._version:
+            return self._keys
+        self._version = version
         try:
-            if self._version != before:
-                self._keys = self._read()
-                logger.info("reloaded the API keys: there are %d now", len(self._keys))
+            self._keys = self._read()
         except ConfigurationError as error:
             logger.error("%s; keeping the previous keys", error.message)
+        else:
+            logger.info("reloaded the API keys: there are %d now", len(self._keys))
         return self._keys
 
 
-def _version(file: Path | None) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError):
-        status = os.stat(file or "")
-        return status.st_mtime_ns, status.st_ino, status.st_size
-    return None
+@dataclass(frozen=True)
+class FileVersion:
+    """What changes when a file is written or replaced."""
+
+    modified_ns: int
+    inode: int
+    size: int
+
+
+def _version_of(file: Path | None) -> FileVersion | None:
+    """Return the version of a file; None if there is none."""
+    if file is None:
+        return None
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return FileVersion(status.st_mtime_ns, status.st_ino, status.st_size)
 
 
 def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
@@ -139,68 +168,3 @@ def digest_of(key: str) -> bytes:
 def _digest(text: str) -> bytes:
     hashed = _HASH.fullmatch(text)
     return bytes.fromhex(hashed[1]) if hashed else digest_of(text)
-
-
-class Quotas:
-    """The use that keys have made of their limits; each of several processes has its part of these.
-
-    A limit a minute is a bucket: full at first, filled evenly, and below 0 where more was taken.
-    """
-
-    def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._processes, self._clock = processes, clock
-        self._running: Counter[str] = Counter()
-        self._levels: dict[tuple[str, str], tuple[float, float]] = {}  # and when that was
-
-    def enter(self, key: Key) -> None:
-        """Count a request that begins, or raise 429, with the time to try again."""
-        most = math.ceil(key.max_running / self._processes) if key.max_running else math.inf
-        if self._running[key.name] >= most:
-            raise _refusal("requests", f"{most} running requests", 1.0)
-        for kind, (size, level) in self._buckets(key).items():
-            if level < 1:
-                raise _refusal(kind, f"{size:g} {kind} per minute", (1 - level) * MINUTE / size)
-        self._running[key.name] += 1
-        self._take(key, "requests", 1)
-
-    def leave(self, key: Key, tokens: int) -> None:
-        """Count the end of a request that was let in, and the tokens that it took."""
-        self._running[key.name] -= 1
-        self._take(key, "tokens", tokens)
-
-    def spend(self, key: Key, tokens: int) -> float:
-        """Count tokens of a key's batches; return the seconds until it may have more."""
-        self._take(key, "tokens", tokens)
-        size, level = self._buckets(key).get("tokens", (1.0, 1.0))
-        return max(0.0, (1 - level) * MINUTE / size)
-
-    def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers of a key's limits; none where it has none."""
-        headers = {}
-        for kind, (size, level) in self._buckets(key).items():
-            headers[f"x-ratelimit-limit-{kind}"] = f"{size:.0f}"
-            headers[f"x-ratelimit-remaining-{kind}"] = f"{max(0, math.floor(level))}"
-            headers[f"x-ratelimit-reset-{kind}"] = f"{(size - level) * MINUTE / size:.3f}s"
-        return [(name.encode(), value.encode()) for name, value in headers.items()]
-
-    def _buckets(self, key: Key) -> dict[str, tuple[float, float]]:
-        """Return a key's buckets by their kinds: the size, which may have changed, and the level now."""
-        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-        now, buckets = self._clock(), {}
-        for kind, limit in limits.items():
-            if limit is not None:
-                size = max(1.0, limit / self._processes)
-                level, then = self._levels.get((key.name, kind), (size, now))
-                buckets[kind] = size, min(size, level + (now - then) * size / MINUTE)
-        return buckets
-
-    def _take(self, key: Key, kind: str, amount: float) -> None:
-        if bucket := self._buckets(key).get(kind):
-            self._levels[key.name, kind] = bucket[1] - amount, self._clock()
-
-
-def _refusal(kind: str, limit: str, seconds: float) -> ApiError:
-    retry = max(1, math.ceil(seconds))
-    text = f"Rate limit reached for this API key: the limit is {limit}; try again in {retry} s"
-    headers = {"Retry-After": str(retry)}
-    return ApiError(429, text, kind, code="rate_limit_exceeded", headers=headers)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.chats.call_guides import call_guide, either_guide
 from cog_triton.api.openai.chats.loose_schemas import has_mistake
 from cog_triton.api.openai.chats.prompt import chat_prompt, template_text
@@ -11,7 +12,7 @@ from cog_triton.api.openai.chats.tool_use import ToolUse, tool_use
 from cog_triton.api.openai.errors import invalid
 from cog_triton.api.openai.schemas.chat import ChatBody
 from cog_triton.api.openai.schemas.tools import Tool
-from cog_triton.api.openai.served import Served, current
+from cog_triton.api.openai.served import Served
 from cog_triton.api.openai.tool_calls.blocks import AnswerStart, Parser, Thoughts, thoughts_of
 from cog_triton.api.openai.tool_calls.format import Format
 from cog_triton.api.openai.tool_calls.formats import GuidedTo, format_of, new_parser

@@ -4,8 +4,8 @@ import logging
 
 from starlette.responses import JSONResponse, Response
 
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.errors import HANDLED, MESSAGES_PATH, ApiError, Asked, api_error
-from cog_triton.api.openai.served import current
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,13 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from cog_triton.api.openai.body_route import BodyRoute
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.errors import ApiError, invalid, no_embeddings
 from cog_triton.api.openai.paging import PageQuery, page_response, unknown_cursor
 from cog_triton.api.openai.protocol.events import new_id
 from cog_triton.api.openai.routes.files import FromStorage, found_file
 from cog_triton.api.openai.schemas.files_and_batches import BatchBody
-from cog_triton.api.openai.served import FromApp, current
+from cog_triton.api.openai.served import FromApp
 from cog_triton.api.openai.storable import no_room
 from cog_triton.api.openai.storage.batches import (
     WINDOW_SECONDS,

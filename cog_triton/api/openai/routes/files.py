@@ -12,11 +12,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.api.openai.body_route import BodyRoute
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.errors import CLIENT_GONE, ApiError, invalid
 from cog_triton.api.openai.paging import PageQuery, page_response, unknown_cursor
 from cog_triton.api.openai.protocol.events import new_id
 from cog_triton.api.openai.schemas.files_and_batches import FileForm
-from cog_triton.api.openai.served import current
 from cog_triton.api.openai.storable import no_room
 from cog_triton.api.openai.storage.files import (
     CHUNK_BYTES,

@@ -7,9 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.errors import invalid
 from cog_triton.api.openai.schemas.models import ModelsQuery
-from cog_triton.api.openai.served import FromApp, Served, current
+from cog_triton.api.openai.served import FromApp, Served
 from cog_triton.deployment.announcement import is_demo_model
 from cog_triton.errors import shown
 

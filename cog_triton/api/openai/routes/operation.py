@@ -32,17 +32,17 @@ def metrics(served: FromApp) -> Response:  # in a thread: it reads files
 @router.get(LOADS)
 def loads(served: FromApp) -> dict[str, Any]:
     """Requests that run and that wait, by SGLang's names; of the KV cache this server knows nothing."""
-    running, waiting = served.figures.requests()
-    load = {
+    load = served.figures.load()
+    rank = {
         "dp_rank": 0,
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": running + waiting,
-        "max_running_requests": served.most_running,
-        "utilization": running / served.most_running,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_total_reqs": load.running + load.waiting,
+        "max_running_requests": served.max_running,
+        "utilization": load.running / served.max_running,
     }
     now = datetime.now(timezone.utc).isoformat()
-    return {"timestamp": now, "dp_rank_count": 1, "loads": [load]}
+    return {"timestamp": now, "dp_rank_count": 1, "loads": [rank]}
 
 
 @router.get("/server_info")
@@ -52,7 +52,7 @@ async def server_info(served: FromApp) -> dict[str, Any]:
     return {
         "served_model_name": served.models[0],
         "context_length": served.backend.context_length,
-        "max_running_requests": served.most_running,
+        "max_running_requests": served.max_running,
         "version": cog_triton.__version__,
     }
 

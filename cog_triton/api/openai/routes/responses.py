@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.api.openai.background import REQUEST, BackgroundResponses
 from cog_triton.api.openai.body_route import LARGE_BODY, BodyRoute, off_loop
+from cog_triton.api.openai.call import current
 from cog_triton.api.openai.chats import from_responses
 from cog_triton.api.openai.chats.turn import Turn, chat_turn
 from cog_triton.api.openai.errors import ApiError, invalid
@@ -26,7 +27,7 @@ from cog_triton.api.openai.protocol.events import dumps
 from cog_triton.api.openai.protocol.openapi import STREAMED
 from cog_triton.api.openai.protocol.responses import ResponseWriter, input_items, response_fields
 from cog_triton.api.openai.schemas.responses import ITEMS, ResponsesBody
-from cog_triton.api.openai.served import FromApp, Served, current
+from cog_triton.api.openai.served import FromApp, Served
 from cog_triton.api.openai.storable import no_room, stored
 from cog_triton.api.openai.storage.limits import NoRoom
 from cog_triton.api.openai.storage.responses import (

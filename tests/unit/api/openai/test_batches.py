@@ -19,7 +19,8 @@ from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.background import BackgroundResponses
 from cog_triton.api.openai.batch_input import Checks, InputLine, split_lines
 from cog_triton.api.openai.batch_runner import Runner
-from cog_triton.api.openai.keys import Key, Quotas
+from cog_triton.api.openai.keys import Key
+from cog_triton.api.openai.quotas import Quotas
 from cog_triton.api.openai.routes import files as file_routes
 from cog_triton.api.openai.storage.files import LineRow
 from cog_triton.api.openai.storage.responses import ActiveResponse
@@ -433,7 +434,7 @@ async def test_a_batch_whose_key_is_gone_ends(store: str, tmp_path: Path) -> Non
     async with Client(backend, "sk-a") as client:
         name = (await client.create(text_of(line_of("x"))))["id"]
         keys.write_text("b sk-b\na-new sk-a\n")
-        client.served.keys._checked = 0.0  # type: ignore[union-attr]
+        client.served.keys._checked_at = 0.0  # type: ignore[union-attr]
         async with client.running():
 
             async def failed() -> bool:

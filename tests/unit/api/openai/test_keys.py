@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cog_triton.api.openai.errors import ApiError
-from cog_triton.api.openai.keys import RELOAD_SECONDS, Key, Keys, Quotas, digest_of, parsed_keys
+from cog_triton.api.openai.keys import RELOAD_SECONDS, Key, Keys, digest_of, parsed_keys
+from cog_triton.api.openai.quotas import Quotas
 from cog_triton.errors import ConfigurationError
 
 HASH = hashlib.sha256(b"sk-a").hexdigest()
