@@ -40,14 +40,15 @@ from cog_triton.protocol.parameters import stop_inputs
 logger = logging.getLogger(__name__)
 
 NAME = "tensorrt_llm_bls"
-CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
+# Asking Triton is a round trip.
+CANCELLATION_CHECK_SECONDS = 1.0
 # A call occupies one of the 32 threads that Triton has for an instance until its first response is
 # there. With none left, the responses of the other requests would have to wait for that as well.
 STARTING_AT_ONCE = 24
 
 _DRAFTING = ("num_draft_tokens", "use_draft_logits")
-# Parameters of a request that are handed down, as an ensemble hands down all. Not those by which a client
-# asks for token ids in place of what postprocessing reads.
+# The parameters of a request that the other models get. An ensemble passes on all. Here those are left out
+# by which a client asks for frames, because postprocessing cannot read them.
 PASSED = {PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, MIN_P, TOP_LOG_PROBS}
 
 
@@ -62,7 +63,8 @@ class TritonPythonModel:
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
-        self._running: dict[Client, str] = {}  # to the ids of their requests
+        # The clients whose requests run, and the ids of these requests.
+        self._running: dict[Client, str] = {}
         self._closed = threading.Event()
         # The requests' own threads mostly wait for the next response.
         self._watch = threading.Thread(target=self._stop_cancelled, name="cancels", daemon=True)
@@ -81,13 +83,14 @@ class TritonPythonModel:
     def _serve(self, request: Any) -> None:
         client = Client(request)
         try:
-            inputs, names, request_id, parameters = stub.received(request)
-            request_id = request_id or f"bls-{uuid.uuid4()}"
-            self._check(inputs)
+            received = stub.received(request)
+            request_id = received.request_id or f"bls-{uuid.uuid4()}"
+            self._check(received.inputs)
             self._running[client] = request_id
-            with closing(self._responses(request_id, inputs, parameters)) as responses:
+            responses = self._responses(request_id, received.inputs, received.parameters)
+            with closing(responses):
                 for tensors, last in responses:
-                    client.send(stub.response(tensors, names), last=last)
+                    client.send(stub.response(tensors, received.names), last=last)
             if not client.closed:
                 client.send(last=True)
         except Exception as error:
@@ -113,7 +116,8 @@ class TritonPythonModel:
         queries = _renamed(inputs, BLS_TO_PREPROCESSING)
         tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
         prompts = _renamed(tokenized, PREPROCESSING_TO_ENGINE)
-        if not self._finds_texts:  # TensorRT-LLM's C++ backend has no input for them
+        if not self._finds_texts:
+            # TensorRT-LLM's C++ backend has no input for them.
             prompts.pop(STOP_WORDS_TEXT, None)
         for name in inputs.keys() - BLS_TO_PREPROCESSING.keys() - set(_DRAFTING):
             prompts[BLS_TO_ENGINE.get(name, name)] = inputs[name]
@@ -159,7 +163,9 @@ class TritonPythonModel:
     def _answer(self, tensors: Inputs, text: Array, texts: dict[tuple[int, int], Array]) -> Tensors:
         place = stub.sequence_of(tensors)
         if self._accumulates:
-            text = texts[place] = texts[place] + text if place in texts else text
+            if place in texts:
+                text = texts[place] + text
+            texts[place] = text
         return {**tensors, "text_output": text}
 
     def _call(
@@ -170,7 +176,8 @@ class TritonPythonModel:
             model_name=model,
             request_id=request_id,
             inputs=[stub.pb_utils.Tensor(*item) for item in stub.as_sent(inputs).items()],
-            requested_output_names=[],  # all that there are
+            # All outputs.
+            requested_output_names=[],
             parameters=dict(parameters),
         )
         return request.exec(**options)
@@ -178,11 +185,11 @@ class TritonPythonModel:
     def _stop(self, request_id: str) -> None:
         for response in self._call(self._llm, request_id, stop_inputs(), decoupled=True):
             if response.has_error():
-                why = response.error().message()
-                logger.warning("%s: stopping %s: %s", self._llm, request_id, why)
+                reason = response.error().message()
+                logger.warning("%s: stopping %s: %s", self._llm, request_id, reason)
 
     def _stop_cancelled(self) -> None:
-        # Again and again until the request has ended: what is to be stopped may not have begun.
+        # Again and again until the request has ended, because it may not have begun in the engine.
         while not self._closed.wait(CANCELLATION_CHECK_SECONDS):
             for client, request_id in self._running.copy().items():
                 try:

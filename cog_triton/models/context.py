@@ -43,20 +43,21 @@ class TritonPythonModel:
     async def _serve(self, request: Any) -> None:
         client = Client(request)
         try:
-            inputs, names, request_id, _ = stub.received(request)
-            contexts = Contexts(streaming=flag(inputs, "streaming"))
-            end_ids = stub.end_stop_words(inputs, self._end_ids)
-            message = infer_request(ENGINE, request_id, stub.as_sent(inputs), ())
-            # One by one, as they came: other clients count a response as a token.
-            async for received in self._client.responses(message):
-                for each in received:
-                    final = is_final(each)
-                    tensors = stub.without_end_token(tensors_of(each), end_ids)
-                    responses = contexts.add(tensors, last=final)
-                    for count, part in enumerate(responses, 1):
-                        last = final and count == len(responses)
-                        client.send(stub.response(part, names), last=last)
+            received = stub.received(request)
+            contexts = Contexts(streaming=flag(received.inputs, "streaming"))
+            end_ids = stub.end_stop_words(received.inputs, self._end_ids)
+            message = infer_request(ENGINE, received.request_id, stub.as_sent(received.inputs), ())
+            async for arrived in self._client.responses(message):
+                # One by one, as they came: other clients count a response as a token.
+                for response in arrived:
+                    final = is_final(response)
+                    tensors = stub.without_end_token(tensors_of(response), end_ids)
+                    parts = contexts.add(tensors, last=final)
+                    for number, part in enumerate(parts, 1):
+                        last = final and number == len(parts)
+                        client.send(stub.response(part, received.names), last=last)
                     if final and not client.closed:
                         client.send(last=True)
-        except Exception as error:  # unanswered, the request would wait permanently
+        except Exception as error:
+            # Unanswered, the request would wait permanently.
             client.fail(CONTEXT_MODEL, error)

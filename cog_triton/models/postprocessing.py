@@ -18,7 +18,8 @@ from cog_triton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 15.0  # after the model is ready
+# How long after the model is ready the tokenizer is loaded, if no request needs it before.
+LATE_SECONDS = 15.0
 
 
 def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool = True) -> Array:
@@ -31,10 +32,12 @@ def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool =
         inputs: TOKENS_BATCH [batch, beams, n], SEQUENCE_LENGTH [batch, beams], and optionally
             CONTEXT_IDS [batch, n], IS_FINAL [batch, 1] and CUT_CHARACTERS [batch, 1].
     """
-    ids, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+    ids = inputs["TOKENS_BATCH"]
+    lengths = inputs["SEQUENCE_LENGTH"]
     if lengths.shape != ids.shape[:2]:
-        shapes = f"{list(ids.shape[:2])}, not {list(lengths.shape)}"
-        raise InvalidParameter(f"SEQUENCE_LENGTH must be of shape {shapes}")
+        raise InvalidParameter(
+            f"SEQUENCE_LENGTH must be of shape {list(ids.shape[:2])}, not {list(lengths.shape)}"
+        )
     if (lengths < 0).any():
         raise InvalidParameter(f"SEQUENCE_LENGTH must be at least 0, not {lengths.min()}")
     context = inputs.get("CONTEXT_IDS")
@@ -54,7 +57,8 @@ def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool =
                 if cut is not None:
                     text = text[: max(0, len(text) - max(0, int(cut[i].max())))]
                 texts.append(text.encode())
-    except OverflowError:  # found by the tokenizer: looking at each would cost time
+    except OverflowError:
+        # The tokenizer finds them; to look at each id would cost time.
         raise InvalidParameter("token ids must be at least 0") from None
     return np.array(texts, np.object_)
 
@@ -86,7 +90,8 @@ class LateTokenizer:
     def _load_quietly(self) -> None:
         try:
             self.get()
-        except Exception:  # the next request tries again, and gets the error
+        except Exception:
+            # The next request tries again, and gets the error.
             logger.exception("the tokenizer of postprocessing could not be loaded")
 
 

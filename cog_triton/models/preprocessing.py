@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
@@ -11,12 +12,14 @@ import numpy as np
 
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
+from cog_triton.models.stops import StopListener
 from cog_triton.models.stub import Array, Client, Inputs, Tensors
 from cog_triton.protocol.names import (
     ADD_SPECIAL_TOKENS,
     CONTINUED,
     LOGIT_BIAS,
     NO_PARAMETERS,
+    PREPROCESSING,
     PROMPT_IDS,
     Parameters,
 )
@@ -27,9 +30,9 @@ from cog_triton.text.end_tokens import end_ids
 from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
 from cog_triton.text.words import Ids, WordTokenizer
 
-NAME = "preprocessing"
-LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prompts delay no others
-# Each is looked for in the whole vocabulary, for up to 20 ms; requests with more words delay no others.
+# The length of a text that is tokenized in about ten milliseconds. Longer texts have their own thread.
+LONG_BYTES = 20_000
+# Each word is looked for in the whole vocabulary, for up to 20 ms. Requests with more have another thread.
 FEW_WORDS = 8
 _WORDS_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
@@ -275,51 +278,107 @@ class TritonPythonModel:
         _, parameters = stub.begin(args)
         self._preprocessor = Preprocessor(stub.tokenizer(parameters), parameters)
         # Tokenizers release Python's lock meanwhile, and the search for words lends it every 5 ms.
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
-        self._many_words = ThreadPoolExecutor(1, thread_name_prefix="many-words")
+        self._long_prompts = SlowRequests("long-prompts", self._response)
+        self._many_words = SlowRequests("many-words", self._response)
+        self._stops = StopListener(PREPROCESSING, args, self._stop)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Return the responses of a batch in one message; None for one that is answered later."""
         responses: list[Any] = []
         for request in requests:
             inputs = stub.arrays(request.inputs())
-            thread = self._thread_for(inputs)
-            if thread is None:
+            slow = self._slow_requests_for(inputs)
+            if slow is None:
                 responses.append(self._response(request, inputs))
             else:
-                thread.submit(self._answer, request, inputs)
+                slow.add(request, inputs)
                 responses.append(None)
         return responses
 
     def finalize(self) -> None:
-        self._long.shutdown()
-        self._many_words.shutdown()
+        self._stops.close()
+        self._long_prompts.close()
+        self._many_words.close()
         stub.forget_requests()
 
-    def _thread_for(self, inputs: Inputs) -> ThreadPoolExecutor | None:
-        """Return the thread that answers a request which takes long; None for one that does not."""
+    def _stop(self, request_id: str) -> None:
+        self._long_prompts.stop(request_id)
+        self._many_words.stop(request_id)
+
+    def _slow_requests_for(self, inputs: Inputs) -> "SlowRequests | None":
+        """Return where a request that takes long is answered; None for one that does not."""
         if sum(inputs[name].size for name in _WORDS_INPUTS if name in inputs) > FEW_WORDS:
             return self._many_words
         texts = [array.flat for array in inputs.values() if array.dtype == object]
         if sum(map(len, chain.from_iterable(texts))) > LONG_BYTES:
-            return self._long
+            return self._long_prompts
         return None
 
-    def _answer(self, request: Any, inputs: dict[str, Array]) -> None:
-        """Answer a request that takes long, on its thread; not at all if its client has left meanwhile."""
-        client = Client(request)
-        try:
-            if client.gone():  # a round trip, which is nothing beside the work
-                client.fail(NAME, InvalidParameter("the request was cancelled"))
-            else:
-                client.send(self._response(request, inputs), last=True)
-        except Exception as error:  # nobody reads what a pool's thread raises
-            client.fail(NAME, error)
-
-    def _response(self, request: Any, inputs: dict[str, Array]) -> Any:
+    def _response(self, request: Any, inputs: Inputs) -> Any:
         """Return the response to a request, or its error: unanswered, it would wait permanently."""
         try:
             outputs = self._preprocessor(inputs, stub.request_parameters(request))
             return stub.response(outputs, request.requested_output_names())
         except Exception as error:
-            return stub.failure(NAME, error)
+            return stub.failure(PREPROCESSING, error)
+
+
+@dataclass(eq=False)
+class _SlowRequest:
+    """A request that waits for its thread, or that the thread works on."""
+
+    request: Any
+    inputs: dict[str, Array]
+    client: Client
+    request_id: str
+    is_stopped: bool = False
+
+
+class SlowRequests:
+    """Answers requests that take long, one after another, on a thread of its own.
+
+    A request whose client has left costs nothing more: it is dropped before the thread begins it, and a
+    response that has been made already does not go on to the engine.
+    """
+
+    def __init__(self, name: str, respond: Callable[[Any, Inputs], Any]) -> None:
+        self._respond = respond
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        # Added and removed by two threads, each in one operation.
+        self._waiting: set[_SlowRequest] = set()
+
+    def add(self, request: Any, inputs: dict[str, Array]) -> None:
+        client = Client(request)
+        try:
+            slow = _SlowRequest(request, inputs, client, stub.request_id(request))
+        except Exception as error:
+            client.fail(PREPROCESSING, error)
+            return
+        self._waiting.add(slow)
+        self._thread.submit(self._answer, slow)
+
+    def stop(self, request_id: str) -> None:
+        """Drop the requests with an id, of which clients other than this package's may send several."""
+        for slow in self._waiting.copy():
+            if slow.request_id == request_id:
+                slow.is_stopped = True
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _answer(self, slow: _SlowRequest) -> None:
+        client = slow.client
+        try:
+            response = None
+            # Asking Triton is a round trip, which is nothing beside the work.
+            if not slow.is_stopped and not client.gone():
+                response = self._respond(slow.request, slow.inputs)
+            if response is None or slow.is_stopped:
+                client.fail(PREPROCESSING, InvalidParameter("the request was cancelled"))
+            else:
+                client.send(response, last=True)
+        except Exception as error:
+            # Nothing reads what a pool's thread raises.
+            client.fail(PREPROCESSING, error)
+        finally:
+            self._waiting.discard(slow)

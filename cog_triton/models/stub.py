@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ Inputs = Mapping[str, Array]
 
 logger = logging.getLogger(__name__)
 
-PADDING = -1  # of output_ids, as TensorRT-LLM has it
+# Fills output_ids to the same length, as TensorRT-LLM's does.
+PADDING = -1
 INDICES = ("batch_index", "sequence_index")
 
 
@@ -41,15 +43,18 @@ class Client:
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
-        self.closed = False  # the last response has been sent
+        # Whether the last response has been sent.
+        self.closed = False
 
     def send(self, *response: Any, last: bool) -> None:
         """Send a response; without one, only the end of the responses."""
         with self._lock:
             flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
             self._sender.send(*response, flags=flags)
-            if last:  # Triton 2.51 frees what the sender refers to
-                self._sender, self.closed = None, True
+            if last:
+                # Triton 2.51 frees what the sender refers to.
+                self._sender = None
+                self.closed = True
 
     def fail(self, model: str, cause: Exception) -> None:
         """Send an error as the last response, unless that has been sent. Never raises.
@@ -77,8 +82,10 @@ def begin(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     end_with_parent()
     print_any_text()
     config = json.loads(args["model_config"])
-    given = (config.get("parameters") or {}).items()
-    return config, {name: string for name, value in given if (string := value["string_value"])}
+    texts = {
+        name: value["string_value"] for name, value in (config.get("parameters") or {}).items()
+    }
+    return config, {name: text for name, text in texts.items() if text}
 
 
 def print_any_text() -> None:
@@ -117,16 +124,41 @@ def arrays(tensors: Any) -> dict[str, Array]:
     return {tensor.name(): tensor.as_numpy() for tensor in tensors}
 
 
-def received(request: Any) -> tuple[dict[str, Array], frozenset[str], str, dict[str, Any]]:
-    """Return a request's inputs, the names of the outputs that it asks for, its id and parameters."""
-    names = frozenset(request.requested_output_names())
-    request_id = _text("the request's id", request.request_id)
-    return arrays(request.inputs()), names, request_id, request_parameters(request)
+@dataclass(frozen=True)
+class ReceivedRequest:
+    """A request as Triton passes it to a model.
+
+    Attributes:
+        inputs: the batch is the first dimension.
+        names: the outputs that the request asks for.
+        parameters: the request's parameters, which are not tensors.
+    """
+
+    inputs: dict[str, Array]
+    names: frozenset[str]
+    request_id: str
+    parameters: dict[str, Any]
+
+
+def received(request: Any) -> ReceivedRequest:
+    """Return Triton's request, or raise InvalidParameter if its texts are not Unicode."""
+    return ReceivedRequest(
+        inputs=arrays(request.inputs()),
+        names=frozenset(request.requested_output_names()),
+        request_id=request_id(request),
+        parameters=request_parameters(request),
+    )
+
+
+def request_id(request: Any) -> str:
+    return _text("the request's id", request.request_id)
 
 
 def words(array: Array) -> list[list[str]]:
-    """Return the words of each sequence of a batch, or raise InvalidParameter for too many."""
-    # Lists that would take long to tokenize are refused before any is decoded.
+    """Return the words of each sequence of a batch, or raise InvalidParameter for too many.
+
+    Lists that would take long to tokenize are refused before any word is decoded.
+    """
     array = array.reshape(len(array), -1)
     if array.shape[1] > WORDS:
         raise InvalidParameter(f"the words of a list must be at most {WORDS}, not {array.shape[1]}")
@@ -152,17 +184,24 @@ def flag(inputs: Mapping[str, Array], name: str) -> bool:
 
 def as_sent(inputs: Mapping[str, Array]) -> dict[str, Array]:
     """Return inputs as clients send them: a scalar, reshaped by a configuration to [batch], [batch, 1]."""
-    return {name: v.reshape(-1, 1) if v.ndim == 1 else v for name, v in inputs.items()}
+    return {
+        name: array.reshape(-1, 1) if array.ndim == 1 else array for name, array in inputs.items()
+    }
 
 
 def sequence_of(tensors: Mapping[str, Array]) -> tuple[int, int]:
     """Return batch_index and sequence_index of a response; TensorRT-LLM omits them where both are 0."""
-    batch, sequence = (tensors.get(name, np.zeros(1)) for name in INDICES)
-    return int(batch.flat[0]), int(sequence.flat[0])
+    indices_found = [int(tensors[name].flat[0]) if name in tensors else 0 for name in INDICES]
+    batch, sequence = indices_found
+    return batch, sequence
 
 
-def indices(*place: int) -> Tensors:
-    return {name: np.array([[i]], np.int32) for name, i in zip(INDICES, place, strict=True)}
+def indices(batch: int, sequence: int) -> Tensors:
+    """Return batch_index and sequence_index as tensors."""
+    return {
+        name: np.array([[index]], np.int32)
+        for name, index in zip(INDICES, (batch, sequence), strict=True)
+    }
 
 
 def end_stop_words(inputs: Inputs, end_ids: Collection[int]) -> frozenset[int]:
@@ -188,7 +227,8 @@ def without_end_token(tensors: Tensors, end_ids: Collection[int]) -> Tensors:
     """Return a response of the C++ backend without the end token that it ends with, if it does."""
     if not end_ids or "output_ids" not in tensors:
         return tensors
-    ids, lengths = tensors["output_ids"].copy(), tensors["sequence_length"].copy()
+    ids = tensors["output_ids"].copy()
+    lengths = tensors["sequence_length"].copy()
     for place in np.ndindex(lengths.shape):
         length = lengths[place]
         if length and ids[place][length - 1] in end_ids:
@@ -210,15 +250,18 @@ class Contexts:
         if not tensors:
             return self._ends() if last and self._streaming else []
         if not self._streaming or tensors["output_ids"].shape[1] > 1:
-            # It holds a whole text. Streamed beams do: each response has all of their ids so far.
+            # It holds a whole text. So do streamed beams: each response has all of their ids so far.
             return [{**tensors, **_context([], final=True)}]
         place = sequence_of(tensors)
-        before, final = self._sequences.pop(place, []), last or flag(tensors, "is_final")
+        final = last or flag(tensors, "is_final")
+        before = self._sequences.pop(place, [])
         if not final:
             ids = tensors["output_ids"][0, 0, : tensors["sequence_length"][0, 0]].tolist()
             self._sequences[place] = [*before, *ids][-CONTEXT_TOKENS:]
-        response = {**tensors, **_context(before, final=final)}
-        return [response, *(self._ends() if last and self._sequences else [])]
+        responses = [{**tensors, **_context(before, final=final)}]
+        if last and self._sequences:
+            responses += self._ends()
+        return responses
 
     def _ends(self) -> list[Tensors]:
         """Return a response without ids for each sequence: postprocessing sends what it held back."""
@@ -246,7 +289,8 @@ def request_parameters(request: Any) -> dict[str, Any]:
 def _text(what: str, read: Callable[[], str]) -> str:
     try:
         return read()
-    except UnicodeDecodeError:  # half of a surrogate pair
+    except UnicodeDecodeError:
+        # There is half of a surrogate pair.
         raise InvalidParameter(f"{what} must be valid Unicode") from None
 
 
@@ -257,15 +301,22 @@ def response(values: Mapping[str, Array], names: Collection[str]) -> Any:
 
 
 def failure(model: str, cause: Exception) -> Any:
-    """Return the error response for an exception: HTTP's 400 for a refusal; else 500, its trace logged."""
-    message = cause.message if isinstance(cause, CogTritonError) else str(cause)
-    code = []
+    """Return the error response for an exception.
+
+    HTTP's status is 400 for a refused request, and 500 for anything else. The trace of an exception that
+    nobody expected is logged.
+    """
     if not isinstance(cause, CogTritonError | errors.EngineError):
         logger.error("model %s failed", model, exc_info=cause)
         message = f"model '{model}' failed: {type(cause).__name__}; see the server's log"
-    elif not isinstance(
-        cause, errors.ServerError | errors.EngineFailure | errors.EngineUnavailable
-    ):
-        code = [pb_utils.TritonError.INVALID_ARG]
+        return _error_response(message)
+    message = cause.message if isinstance(cause, CogTritonError) else str(cause)
+    if isinstance(cause, errors.ServerError | errors.EngineFailure | errors.EngineUnavailable):
+        return _error_response(message)
+    return _error_response(message, pb_utils.TritonError.INVALID_ARG)
+
+
+def _error_response(message: str, *code: Any) -> Any:
+    """Return a response with an error; without a code, Triton's is that of an internal error."""
     error = pb_utils.TritonError(shortened(message, errors.LONGEST), *code)
     return pb_utils.InferenceResponse(error=error)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 # Models
 
 ENGINE = "tensorrt_llm"
+PREPROCESSING = "preprocessing"
 CONTEXT_MODEL = "tensorrt_llm_context"  # see ``cog_triton.models.context``
 IDS_ENSEMBLE = (
     "ensemble_ids"  # the ensemble without its last step; see ``cog_triton.repository.fill``

@@ -15,11 +15,14 @@ from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import EndTokens
 from tests.integration.conftest import SharedTriton, engine_counters
 from tests.integration.test_faulty_connections import SameServer, ids_of
-from tests.support import started_by, wait_until
+from tests.support import metrics, started_by, wait_until
 
 STREAMS, LEAVERS = 6, 5
 TOKENS = 150
 STOPS = 12  # of each leaver that fail or find no request
+# Each takes some ten milliseconds of the thread for long prompts, one after another.
+LONG_PROMPT = "a long prompt of few words " * 2000
+LONG_PROMPTS = 60
 
 
 def endless(prompt: str) -> Request:
@@ -80,3 +83,35 @@ def count_stops(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> list[s
 
     monkeypatch.setattr(client, "_send_stop", counted)
     return stops
+
+
+def test_prompts_of_clients_that_left_are_dropped_before_they_are_tokenized(
+    paced_triton: SharedTriton,
+) -> None:
+    engine = engine_counters(paced_triton)
+    failures = 'nv_inference_request_failure{model="ensemble_ids",reason="OTHER",version="1"}'
+
+    def dropped() -> float:
+        return metrics(paced_triton.endpoints.metrics)[failures]
+
+    before = dropped()
+
+    async def main() -> None:
+        client = GrpcClient(paced_triton.endpoints.grpc, response_timeout=300)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(client.aclose)
+            resuming = ResumingClient(SameServer(client), attempts=0, end_tokens=EndTokens())
+            stayed = asyncio.create_task(ids_of(resuming, endless(LONG_PROMPT), []))
+            leaving = [
+                asyncio.create_task(ids_of(resuming, endless(LONG_PROMPT), []))
+                for _ in range(LONG_PROMPTS)
+            ]
+            await asyncio.sleep(0.1)  # they are sent, at least in part
+            for task in leaving:
+                task.cancel()
+            assert len(await stayed) == TOKENS
+            await asyncio.gather(*client._tasks)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert dropped() > before
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")

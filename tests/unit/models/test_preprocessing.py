@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.models import preprocessing, stub
+from cog_triton.models import preprocessing, stops, stub
 from cog_triton.models.postprocessing import decoded
 from cog_triton.models.preprocessing import (
     FEW_WORDS,
@@ -22,11 +22,18 @@ from cog_triton.models.preprocessing import (
 )
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import words_from_list
-from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS
+from cog_triton.protocol.names import (
+    ADD_SPECIAL_TOKENS,
+    CONTINUED,
+    LOGIT_BIAS,
+    PREPROCESSING,
+    PROMPT_IDS,
+)
 from cog_triton.protocol.parameters import ids_text
 from cog_triton.request.limits import WORD_IDS
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.text.words import WordTokenizer
+from tests.support import wait_until
 from tests.unit.models.support import WORD_LISTS, PbUtils, Sender
 from tests.unit.models.support import request as stub_request
 
@@ -394,6 +401,64 @@ def test_no_work_is_done_for_a_client_that_has_left(
     assert response.error().message() == "the request was cancelled"
     assert is_last
     assert noted == []
+
+
+@pytest.mark.parametrize("place", ["while it waits", "while the thread works on it"])
+def test_a_stop_drops_a_request_that_takes_long(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    began = threading.Event()
+    released = threading.Event()
+
+    def preprocess(inputs: dict[str, Array], _: Any) -> dict[str, Array]:
+        noted.append(len(inputs["QUERY"].flat[0]))
+        began.set()
+        assert released.wait(30)
+        return {"INPUT_ID": inputs["REQUEST_OUTPUT_LEN"]}
+
+    monkeypatch.setattr(stub, "pb_utils", PbUtils, raising=False)
+    monkeypatch.setattr(stub, "begin", lambda _: ({}, {}))
+    monkeypatch.setattr(stub, "tokenizer", lambda _: None)
+    monkeypatch.setattr(preprocessing, "Preprocessor", lambda *_: preprocess)
+    monkeypatch.setattr(stops, "server_path", lambda: f"{tmp_path}/")
+    model = TritonPythonModel()
+    model.initialize({"model_instance_name": "preprocessing_0_0"})
+    names = ["first", "second", "third"]
+    senders = {name: Sender() for name in names}
+    lengths = {name: LONG_BYTES + number for number, name in enumerate(names, 1)}
+    try:
+        for name in names:
+            given = inputs("x" * lengths[name])
+            model.execute([stub_request(given, ["INPUT_ID"], senders[name], name)])
+        assert began.wait(30)
+        stopped = "second" if place == "while it waits" else "first"
+        stops.tell_all(PREPROCESSING, stopped)
+        waiting = model._long_prompts._waiting
+        wait_until(lambda: any(slow.is_stopped for slow in waiting.copy()), 30, "the stop")
+    finally:
+        released.set()
+        model.finalize()
+    for name in names:
+        response, is_last = senders[name].sent.get(timeout=30)
+        assert is_last
+        assert response.has_error() == (name == stopped)
+    begun = ["first", "third"] if place == "while it waits" else names
+    assert noted == [lengths[name] for name in begun]
+
+
+def test_a_stop_finds_all_instances_and_passes_over_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "server_path", lambda: f"{tmp_path}/")
+    stops.tell_all(PREPROCESSING, "nobody listens")
+    sockets = [stops.StopSocket(PREPROCESSING, index) for index in range(3)]
+    stops.tell_all(PREPROCESSING, "a request")
+    assert [each.receive() for each in sockets] == ["a request"] * 3
+    with pytest.raises(OSError, match="in use"):
+        stops.StopSocket(PREPROCESSING, 0)
+    for each in sockets:
+        each.close()
 
 
 @pytest.mark.parametrize("place", ["while the response is made", "while it is sent"])

@@ -17,7 +17,9 @@ import pytest
 from cog_triton import errors
 from cog_triton.engines.serving import Output
 from cog_triton.models import stub
-from cog_triton.models.engine import Peers, Responses
+from cog_triton.models.engine import Peers
+from cog_triton.models.responses import Responses
+from cog_triton.models.stops import StopSocket
 from cog_triton.models.stub import Contexts, Tensors
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from tests.support import ROOT
@@ -146,7 +148,8 @@ def test_an_instance_listens_on_after_a_stop_that_failed(
     monkeypatch.setattr(os, "_exit", end)
     ours, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     peers = object.__new__(Peers)
-    peers._socket = ours
+    peers._socket = object.__new__(StopSocket)
+    peers._socket._socket = ours
     for message in (b"while it loads", b"first", b"\xff second", b""):
         others.send(message)
     received = iter([None, stop, stop])
