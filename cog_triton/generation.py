@@ -28,19 +28,26 @@ class Chunk:
 
     # It lags behind the ids: it may end within a character, or before what could become a stop sequence.
     text: str
-    output_tokens: int  # received so far
-    input_tokens: int | None  # number of the prompt's tokens, if the engine says
+    # Number of tokens received so far.
+    output_tokens: int
+    # Number of the prompt's tokens, if the engine says.
+    input_tokens: int | None
     # In the last chunk: "stop" for an end token or a stop sequence, "length" for max_tokens or a full
     # context.
     finish_reason: FinishReason | None = None
-    queued: float = 0.0  # in the last chunk: seconds in the queue
-    ids: tuple[int, ...] = ()  # new since the chunk before
-    log_probs: tuple[TokenLogProb, ...] = ()  # one for each id, if the request wants them
-    stop_sequence: str | None = None  # in the last chunk: the one that ended the answer
+    # In the last chunk: seconds in the queue.
+    queued: float = 0.0
+    # New since the chunk before.
+    ids: tuple[int, ...] = ()
+    # One for each id, if the request wants them.
+    log_probs: tuple[TokenLogProb, ...] = ()
+    # In the last chunk: the one that ended the answer.
+    stop_sequence: str | None = None
     # In the last chunk: the one of the request's stop_token_ids that ended the answer. It counts, and is
     # among the ids.
     stop_token: int | None = None
-    prompt_log_probs: tuple[TokenLogProb, ...] = ()  # in the first chunk, if the request wants them
+    # In the first chunk, if the request wants them.
+    prompt_log_probs: tuple[TokenLogProb, ...] = ()
 
 
 async def generate(
@@ -131,10 +138,12 @@ class _Output:
             tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
         )
         self.stops = StopSequences(request.stop_sequences)
-        self.stop_token: int | None = None  # the one of stop_token_ids that ended it
+        # The one of stop_token_ids that ended the output.
+        self.stop_token: int | None = None
         self.by_end_token = False
         self.ids: list[int] = []
-        self.add(list(request.continued_ids), keeps_end_token=True)  # their text has been delivered
+        # Their text has been delivered.
+        self.add(list(request.continued_ids), keeps_end_token=True)
 
     @property
     def ended(self) -> bool:

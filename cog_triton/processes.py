@@ -101,7 +101,8 @@ def _lock_at_once(descriptor: int) -> bool:
 def temporary_directory(prefix: str) -> Iterator[str]:
     """Make a directory that goes with this process; remove those of processes that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # another process removes it at the same time
+        with suppress(OSError):
+            # Another process removes it at the same time.
             _remove_if_left(directory)
     with tempfile.TemporaryDirectory(prefix=prefix) as new, locked(Path(new)):
         yield new
@@ -110,7 +111,8 @@ def temporary_directory(prefix: str) -> Iterator[str]:
 def _remove_if_left(directory: Path) -> None:
     """Remove a temporary directory that no process has locked."""
     if time.time() - directory.stat().st_mtime <= YOUNG_SECONDS:
-        return  # its process may not have locked it yet
+        # Its process may not have locked it yet.
+        return
     with try_lock(directory) as is_free:
         if is_free:
             shutil.rmtree(directory)

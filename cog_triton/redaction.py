@@ -117,7 +117,8 @@ def shown_words(words: Sequence[str]) -> list[str]:
     headers (``Authorization: Bearer KEY``), and what URLs have besides host and path.
     """
     shown = []
-    option = ""  # the one before, whose value may be the next word
+    # The option before, whose value may be the next word.
+    option = ""
     for word in words:
         if word.startswith("-"):
             name, separator, value = word.partition("=")

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
-GROUP_SECONDS = 0.3  # in which a signal to the whole group has come from make as well
+# In which a signal to the whole group has come from make as well.
+GROUP_SECONDS = 0.3
 
 
 def run(command: Sequence[str]) -> int:

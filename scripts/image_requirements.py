@@ -49,7 +49,8 @@ def constraints(roots: list[str]) -> dict[str, str]:
     """Return the constraint of each installed package that the roots need, and of the roots, by name."""
     asked, followed = defaultdict[str, SpecifierSet](SpecifierSet), set()
     queue = [Requirement(root) for root in roots]
-    for requirement in queue:  # it grows while it is read
+    for requirement in queue:
+        # It grows while it is read.
         name = canonicalize_name(requirement.name)
         asked[name] &= requirement.specifier
         for extra in ("", *requirement.extras):

@@ -31,15 +31,17 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes, Settings
 
-_MESSAGE_PREFIX = struct.Struct(">BL")  # whether the message is compressed, its length
-_FRAME_HEADER = struct.Struct(
-    ">HBBBL"
-)  # length in 16 and 8 bits, kind, flags, number of the stream
-_WINDOW_UPDATE = struct.Struct(">HBBBLL")  # a header, and the increment
+# Whether the message is compressed, and its length.
+_MESSAGE_PREFIX = struct.Struct(">BL")
+# Length in 16 and 8 bits, kind, flags, number of the stream.
+_FRAME_HEADER = struct.Struct(">HBBBL")
+# A header, and the increment.
+_WINDOW_UPDATE = struct.Struct(">HBBBLL")
 _DATA = 0
 _GOAWAY = 7
 _WINDOW_UPDATE_KIND = 8
-_STREAM_ID = 2**31 - 1  # the bits of a stream's number, beside a reserved one
+# The bits of a stream's number; one more is reserved.
+_STREAM_ID = 2**31 - 1
 _LAST_STREAM = H2Connection.HIGHEST_ALLOWED_STREAM_ID
 _FIRST_WINDOW = 65_535
 _LARGEST_WINDOW = 2**31 - 1
@@ -79,7 +81,8 @@ class Call:
         on_message: Callable[[bytes], None],
         on_end: Callable[["Call", CallEnd], None],
     ) -> None:
-        self.number = number  # of the stream of HTTP/2
+        # Of HTTP/2's stream.
+        self.number = number
         self.ended = False
         self._connection = connection
         self._on_message = on_message
@@ -88,8 +91,10 @@ class Call:
         self._half_closing = False
         self._half_closed = False
         self._received = bytearray()
-        self._status: str | None = None  # gRPC's, unless it is OK
-        self._window_taken = 0  # bytes received that the server may not send again yet
+        # Of gRPC or HTTP, as a text; None if it is OK.
+        self._status: str | None = None
+        # Bytes received that the server may not send again yet.
+        self._window_taken = 0
 
     @property
     def can_write(self) -> bool:
@@ -134,7 +139,8 @@ class Call:
 
         Returns the number of bytes that the server may send again, when there are enough to say so.
         """
-        if self._status is None:  # with an error of HTTP comes a page for people
+        if self._status is None:
+            # With an error of HTTP comes a page for people.
             for message in self._complete_messages(data):
                 self._on_message(message)
         self._window_taken += len(data)
@@ -198,11 +204,14 @@ class Connection(asyncio.Protocol):
         config = H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         self._h2 = H2Connection(config)
         self._calls: dict[int, Call] = {}
-        self._rest = b""  # of a frame that has come in part
-        self._window_taken = 0  # bytes received that the server may not send again yet
+        # The beginning of a frame that has come in part.
+        self._rest = b""
+        # Bytes received that the server may not send again yet.
+        self._window_taken = 0
         self._most_calls = _FIRST_MOST_CALLS
         self._sending_soon = False
-        self.usable = True  # for new calls
+        # Whether it takes new calls.
+        self.usable = True
         self.closed = False
 
     @property
@@ -346,13 +355,15 @@ class Connection(asyncio.Protocol):
     def _close_if_done(self) -> None:
         if not self.usable and not self._calls and not self.closed:
             self._flush()
-            self._transport.close()  # after what is still to be written
+            # What is still to be written is written first.
+            self._transport.close()
 
     def _handle(self, event: events.Event) -> None:
         # No call: one that was cancelled, or an event of the connection.
         call = self._calls.get(getattr(event, "stream_id", 0))
         if isinstance(event, events.DataReceived):
-            if call is not None:  # its end, or padded
+            if call is not None:
+                # Data with flags: the last of a call, or padded.
                 self._take(call, event.data)
         elif isinstance(event, events.RemoteSettingsChanged):
             self._most_calls = self._h2.remote_settings.max_concurrent_streams
@@ -365,7 +376,8 @@ class Connection(asyncio.Protocol):
             call.read_headers(dict(event.headers))
         elif isinstance(event, events.StreamEnded):
             del self._calls[call.number]
-            if call.can_write or call.is_sending:  # the server answers without having read all
+            if call.can_write or call.is_sending:
+                # The server answers without having read all.
                 self._h2.reset_stream(call.number, ErrorCodes.CANCEL)
             call.finish()
         elif isinstance(event, events.StreamReset):

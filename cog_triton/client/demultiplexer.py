@@ -47,8 +47,10 @@ class _Expected:
 
     model: str
     request_id: str
-    place: int = 0  # number of the ids that have been delivered
-    early: dict[int, Frame] = field(default_factory=dict)  # frames behind a gap, by their starts
+    # Number of the ids that have been delivered.
+    place: int = 0
+    # Frames behind a gap, by their starts.
+    early: dict[int, Frame] = field(default_factory=dict)
     gap_began: float | None = None
 
 
@@ -56,9 +58,12 @@ class Demultiplexer:
     """Sorts messages by requests. The caller says what time it is."""
 
     def __init__(self) -> None:
-        self._expected: dict[int, _Expected] = {}  # by sequence
-        self._by_name: dict[tuple[str, str], int] = {}  # the sequence, by model and request id
-        self._with_gap: set[int] = set()  # sequences
+        # By sequence.
+        self._expected: dict[int, _Expected] = {}
+        # The sequence, by model and request id.
+        self._by_name: dict[tuple[str, str], int] = {}
+        # Sequences of the requests that have a gap.
+        self._with_gap: set[int] = set()
         self._last_sequence = 0
 
     def expect(self, model: str, request_id: str) -> int:
@@ -76,7 +81,8 @@ class Demultiplexer:
             return
         self._with_gap.discard(sequence)
         name = (expected.model, expected.request_id)
-        if self._by_name.get(name) == sequence:  # not of a later request with the same id
+        if self._by_name.get(name) == sequence:
+            # A later request may have the same id.
             del self._by_name[name]
 
     def receive(self, message: bytes, now: float) -> list[Delivery]:

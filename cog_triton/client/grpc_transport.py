@@ -66,7 +66,8 @@ class _Sent:
 
     arrivals: Arrivals[Any]
     call: Call
-    is_alone: bool  # on the call
+    # Whether no other request is on the call.
+    is_alone: bool
 
 
 class GrpcClient(TritonClient):

@@ -31,7 +31,8 @@ def tracer(endpoint: str | None) -> Any:
         logger.warning("tracing is off: %s (pip install cog-triton[otel])", error)
         return None
     provider: Any = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider):  # Cog's worker has Cog's
+    if isinstance(provider, trace.ProxyTracerProvider):
+        # Cog's worker has Cog's provider.
         named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=named)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

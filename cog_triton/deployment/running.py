@@ -30,11 +30,15 @@ logger = logging.getLogger("tritonserver")
 progress = logging.getLogger("cog_triton.deployment")
 
 WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
-NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
+# In which the end of a server is noticed.
+NOTICE_SECONDS = 2.0
 CHECK_SECONDS = 0.1
-PROBE_SECONDS = 4.0  # Cog waits five for a health check
-LOG_SECONDS = 2.0  # Cog's server loses what a worker logs right before its end
-EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: its tritonserver has been given up
+# Cog waits five for a health check.
+PROBE_SECONDS = 4.0
+# Cog's server loses what a worker logs right before its end.
+LOG_SECONDS = 2.0
+# EX_SOFTWARE of sysexits.h: the restarts of tritonserver have been given up.
+EXIT_STATUS = 70
 
 
 @dataclass(eq=False)
@@ -44,7 +48,8 @@ class RunningServer:
     server: TritonServer
     client: TritonClient
     tokenizer: Tokenizer
-    hang_timeout: float  # see TRITON_HANG_TIMEOUT
+    # The setting TRITON_HANG_TIMEOUT.
+    hang_timeout: float
     probe: asyncio.Task[None] | None = None
     _probe_end: float = 0.0
     _patience: float = PROBE_SECONDS
@@ -70,7 +75,8 @@ class RunningServer:
                 logger.error("%s", hang)
                 self.server.kill()
             await asyncio.sleep(CHECK_SECONDS)
-        await asyncio.to_thread(self.server.wait)  # for the rest of its log
+        # Its log may have more to say.
+        await asyncio.to_thread(self.server.wait)
         return hang or self.server.end
 
     async def healthy(self) -> bool:
@@ -79,8 +85,10 @@ class RunningServer:
             return False
         if self.probe is None or self.probe.done():
             if self.client.busy:
-                return True  # ``ended`` notices a hang
+                # ``ended`` notices a hang.
+                return True
             self.probe = asyncio.create_task(self._generate())
+            self.probe.add_done_callback(_read_error)
             self._probe_end = time.monotonic() + self._patience
         left = max(self._probe_end - time.monotonic(), 0)
         await asyncio.wait([self.probe], timeout=min(left, PROBE_SECONDS))
@@ -98,15 +106,23 @@ class RunningServer:
             pass
 
 
+def _read_error(probe: "asyncio.Task[None]") -> None:
+    """Read the error of a probe, also if nobody asks for the health again: asyncio would log it."""
+    if not probe.cancelled():
+        probe.exception()
+
+
 @dataclass(eq=False)
 class Supervisor:
     """Keeps a server running from ``start`` to ``stop``, by the rules of a RestartPolicy."""
 
     settings: Settings
     run_server: Callable[[Settings], contextlib.AbstractAsyncContextManager[RunningServer]]
-    running: RunningServer | None = field(default=None, init=False)  # None between two
+    # None between two servers.
+    running: RunningServer | None = field(default=None, init=False)
     restarts: int = field(default=0, init=False)
-    failure: str | None = field(default=None, init=False)  # why it has given up
+    # Why it has given up.
+    failure: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.policy = RestartPolicy(self.settings)
@@ -165,9 +181,8 @@ class Supervisor:
             try:
                 reason = await self._run_one()
                 policy.on_end()
-            except (
-                Exception
-            ) as error:  # whatever it is: without a next server all requests would wait
+            except Exception as error:
+                # Whatever it is: without a next server all requests would wait.
                 if policy.repeats_at_once(error):
                     reason = ""
                     continue
@@ -199,7 +214,8 @@ class Supervisor:
             "not restarting Triton: it failed %d times within %g s",
             *(self.policy.recent, self.settings.restart_window),
         )
-        if self.settings.exit_on_failure:  # at once: what watches the process starts another
+        if self.settings.exit_on_failure:
+            # At once: what watches the process starts another.
             progress.critical("exiting: %s (EXIT_ON_FAILURE)", self.failure)
             await asyncio.sleep(LOG_SECONDS)
             logging.shutdown()
@@ -283,7 +299,8 @@ async def _filled_runtime_directory(settings: Settings, values: Values) -> Async
 def create_client(settings: Settings, server: TritonServer) -> TritonClient:
     """Return a client of the transport that the settings name."""
     if settings.transport == "http":
-        from cog_triton.client.http_transport import HttpClient  # which brings aiohttp
+        # Imported here, because it brings aiohttp.
+        from cog_triton.client.http_transport import HttpClient
 
         return HttpClient(server.endpoints.http, response_timeout=settings.response_timeout)
     return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)

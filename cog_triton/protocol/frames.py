@@ -57,10 +57,13 @@ from cog_triton.protocol.names import FRAMES_FOR
 
 Array = npt.NDArray[Any]
 
-MARK = int.from_bytes(b"FRM1", "big")  # the last character is the version
-LARGEST_NUMBER = 2**31 - 1  # of a sequence
+# The last character is the version.
+MARK = int.from_bytes(b"FRM1", "big")
+# Of a sequence's number.
+LARGEST_NUMBER = 2**31 - 1
 _HEADER_LENGTH = 7
-_NO_LOG_PROBS = -1  # in place of the number of alternatives
+# In place of the number of alternatives.
+_NO_LOG_PROBS = -1
 _NO_ID = -1
 
 
@@ -69,11 +72,13 @@ class Frame:
     """New tokens of one sequence."""
 
     sequence: int
-    start: int  # number of the sequence's ids before these
+    # Number of the sequence's ids before these.
+    start: int
     ids: list[int]
     input_tokens: int
     final: bool
-    log_probs: Sequence[TokenLogProb] = ()  # one for each id, or none
+    # One for each id, or none.
+    log_probs: Sequence[TokenLogProb] = ()
     prompt_log_probs: Sequence[TokenLogProb] = ()
 
     @property
@@ -85,8 +90,10 @@ class Frame:
 class FrameAddress:
     """Where frames of a sequence go: to a reader, under a number that the reader chose."""
 
-    reader: str  # 32 hexadecimal digits
-    sequence: int  # 1 to LARGEST_NUMBER
+    # 32 hexadecimal digits.
+    reader: str
+    # 1 to LARGEST_NUMBER.
+    sequence: int
 
     def parameter(self) -> str:
         """Write it as the value of ``FRAMES_FOR``."""

@@ -21,8 +21,10 @@ class TokenLogProb:
     """Log probability of a token under the model's unchanged distribution."""
 
     id: int
-    log_prob: float  # natural logarithm
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens at its place, in that order
+    # Natural logarithm.
+    log_prob: float
+    # The likeliest tokens at its place, the likeliest first.
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def packed_log_probs(

@@ -21,7 +21,8 @@ from cog_triton.errors import TritonOverloaded, TritonUnavailable
 
 Outcome = Literal["admitted", "full", "late", "closed"]
 
-STOPPING = "the server is being stopped; send the request again"  # for ``close``
+# Said by ``close``.
+STOPPING = "the server is being stopped; send the request again"
 LONGEST_RETRY_SECONDS = 60.0
 # While several tenants have requests, one slot in RESERVED is kept for tenants that have few.
 RESERVED = 20
@@ -29,21 +30,29 @@ RESERVED = 20
 # forgotten by half in HALF_LIFE_SECONDS.
 LEFT_FREE = 50
 HALF_LIFE_SECONDS = 10.0
-LOOK_SECONDS = 0.02  # between looks for slots that time or another process made free
+# Between looks for slots that time or another process made free.
+LOOK_SECONDS = 0.02
 Clock = Callable[[], float]
-_RATE_SAMPLES = 64  # ends of requests, of which the rate is made
-_REMEMBERED_TENANTS = 256  # idle ones that had more than their share
+# The rate is made of so many ends of requests.
+_RATE_SAMPLES = 64
+# Idle tenants that had more than their share.
+_REMEMBERED_TENANTS = 256
 
 
 @dataclass(frozen=True)
 class Tenant:
     """The sender of requests, and its rank."""
 
-    name: str = ""  # requests of one name share slots
-    weight: float = 1.0  # one of weight 2 gets twice the tokens of one of 1 while both wait
-    cost: float = 1.0  # tokens that the request is expected to take
-    priority: int = 0  # among the tenant's requests; lower ones come first
-    batch: bool = False  # waits, however long, for a slot that nobody else wants
+    # Requests of one name share slots.
+    name: str = ""
+    # A tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
+    weight: float = 1.0
+    # Tokens that the request is expected to take.
+    cost: float = 1.0
+    # Among the tenant's requests; lower numbers come first.
+    priority: int = 0
+    # Whether it waits, however long, for a slot that nobody else wants.
+    batch: bool = False
 
 
 @dataclass(eq=False)
@@ -51,10 +60,13 @@ class Slot:
     """A request's place in the queue, and the right to run once ``granted`` is done."""
 
     tenant: Tenant = Tenant()
-    number: int = 0  # in the order of arrival
+    # In the order of arrival.
+    number: int = 0
     granted: asyncio.Future[None] = field(default_factory=asyncio.Future)
-    waited: float = 0.0  # seconds
-    used: float | None = None  # tokens, as its holder sets them
+    # In seconds.
+    waited: float = 0.0
+    # Number of tokens, as its holder sets it.
+    used: float | None = None
 
 
 @dataclass
@@ -76,7 +88,8 @@ class Lender:
             self._claims = memoryview(mmap.mmap(shared.fileno(), 0)).cast("I")
         self._number = number
         self._slots = slots * processes
-        self.claim(0)  # a killed process of this number gave nothing back
+        # A killed process of this number gave nothing back.
+        self.claim(0)
 
     def claim(self, slots: int) -> int:
         """Claim slots, and return how many the others leave, which may be fewer."""
@@ -94,22 +107,32 @@ class Admission:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.timeout = timeout
-        self.running = 0  # requests that have a slot
-        self.waiting = 0  # requests that wait for one, batches apart
-        self.closed: str | None = None  # why no request is let in any more
-        self.lender: Lender | None = None  # lends slots beyond ``max_running``
+        # Requests that have a slot.
+        self.running = 0
+        # Requests that wait for one, without those of batches.
+        self.waiting = 0
+        # Why no request is let in any more.
+        self.closed: str | None = None
+        # Lends slots beyond ``max_running``.
+        self.lender: Lender | None = None
         # Called with the outcome of each request and its seconds of waiting.
         self.observers: list[Callable[[Outcome, float], object]] = []
         self._clock = clock
         self._numbers = itertools.count()
-        self._tasks: dict[Slot, asyncio.Task[Any]] = {}  # until ``close`` ends them
-        self._flows: dict[str, _Flow] = {}  # tenants with requests
-        self._ahead: dict[str, float] = {}  # starts of idle tenants that had more than their share
-        self._now = 0.0  # virtual time: the start of the request that got the last slot
-        self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)  # of requests, while others waited
+        # Tasks of requests that run, until ``close`` ends them.
+        self._tasks: dict[Slot, asyncio.Task[Any]] = {}
+        # Of tenants with requests.
+        self._flows: dict[str, _Flow] = {}
+        # Starts of idle tenants that had more than their share.
+        self._ahead: dict[str, float] = {}
+        # Virtual time: the start of the request that got the last slot.
+        self._now = 0.0
+        # When requests ended while others waited.
+        self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)
         self._waiting_batches: deque[Slot] = deque()
         self._running_batches = 0
-        self._peak = 0.0  # most requests but batches that ran at once lately
+        # Maximum number of requests that ran at once lately, without those of batches.
+        self._peak = 0.0
         self._peak_time = 0.0
         self._look: asyncio.TimerHandle | None = None
 
@@ -135,12 +158,14 @@ class Admission:
                 await self._granted(slot, flow)
             yield slot
         except asyncio.CancelledError:
-            if slot in self._tasks:  # ``close`` did not cancel it
+            if slot in self._tasks:
+                # ``close`` did not cancel it.
                 raise
             if not slot.granted.done():
                 self._observe("closed")
             if sys.version_info >= (3, 11):
-                task.uncancel()  # it counts cancellations
+                # A task counts its cancellations.
+                task.uncancel()
             raise TritonUnavailable(self.closed or "") from None
         finally:
             self._leave(slot, flow)
@@ -162,7 +187,8 @@ class Admission:
         if flow is None:
             flow = _Flow(self._ahead.pop(name, 0.0))
             self._flows[name] = flow
-        if not flow.waiting:  # an idle tenant saves nothing
+        if not flow.waiting:
+            # An idle tenant saves nothing.
             flow.start = max(flow.start, self._now)
         bisect.insort(flow.waiting, slot, key=lambda slot: (slot.tenant.priority, slot.number))
         self.waiting += 1
@@ -225,7 +251,8 @@ class Admission:
         if self.waiting:
             self._ends.append(self._clock())
         else:
-            self._ends.clear()  # an idle server's rate says nothing
+            # An idle server's rate says nothing.
+            self._ends.clear()
 
     def _forget(self, name: str, flow: _Flow) -> None:
         """Forget a tenant without requests, unless it has had more than its share."""

@@ -92,7 +92,8 @@ def ascii_classes(expression: str) -> str:
     """
     parts: list[str] = []
     in_class = False
-    is_first = False  # whether the next token is the first in its class, where "]" ends none
+    # Whether the next token is the first in its class, where "]" ends none.
+    is_first = False
     for token in _TOKENS.findall(expression):
         letter = token[1:] if token[0] == "\\" else ""
         parts.append(_spelled_out(token, letter, in_class=in_class))

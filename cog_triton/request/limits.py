@@ -28,11 +28,15 @@ WORD_IDS = 4 * WORDS_BYTES
 # OpenAI takes 300, vLLM any number. A vocabulary has more than a thousand tokens with digits. These are
 # checked in some milliseconds, on the event loop.
 LOGIT_BIASES = 2**12
-MESSAGES = 4096  # in a chat, and tools
+# In a chat; and tools.
+MESSAGES = 4096
 GUIDE_CHARACTERS = 2**17
-NAME_CHARACTERS = 256  # of an adapter's name
-ALLOWED_IDS = 2**18  # about the largest vocabularies
-TOP_LOG_PROBS = 20  # alternatives at each place: as in OpenAI's API
+# Of an adapter's name.
+NAME_CHARACTERS = 256
+# About the largest vocabularies.
+ALLOWED_IDS = 2**18
+# Alternatives at each place: as in OpenAI's API.
+TOP_LOG_PROBS = 20
 
 _STOP = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPED = re.compile(r"\\([\\,])")

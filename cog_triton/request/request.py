@@ -35,7 +35,8 @@ MAX_SEED = 2**64 - 1
 ANY_SEED = -1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-NO_TOKEN = -1  # as an end_id: no token ends the output
+# As an end_id: no token ends the output.
+NO_TOKEN = -1
 
 # NumPy below 2 would let a greater integer wrap around.
 Int32 = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
@@ -45,7 +46,8 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Word = Annotated[str, Field(max_length=limits.STOP_CHARACTERS)]
 AtMostWords = Field(max_length=limits.WORDS)
 AtMostBiases = Field(max_length=limits.LOGIT_BIASES)
-OrNone = AfterValidator(lambda number: max(number, 0))  # a negative number means none, as 0 does
+# A negative number means none, as 0 does.
+OrNone = AfterValidator(lambda number: max(number, 0))
 
 # Inputs of the ensemble that are fields of a request → the value that changes nothing. It is not sent: each
 # tensor costs time.
@@ -84,40 +86,49 @@ class Request:
     """One text to complete; UserErrors name values that no engine could honour."""
 
     # With the prompt template filled in; not read if there are prompt_ids.
-    prompt: Annotated[str, Field(min_length=0)]  # a bound, so that it is checked to be Unicode
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None  # None: the engine's own randomness
+    # It has a bound, so that it is checked to be Unicode.
+    prompt: Annotated[str, Field(min_length=0)]
+    # None: the engine draws at random.
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] = DEFAULT_MAX_TOKENS
     min_tokens: Annotated[int, OrNone] = 0
-    temperature: Annotated[float, Field(ge=0, le=MAX_FLOAT32)] = 0.7  # 0 is greedy
+    # 0 takes the likeliest token.
+    temperature: Annotated[float, Field(ge=0, le=MAX_FLOAT32)] = 0.7
     top_p: Probability = 0.95
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT32), OrNone] = 0
-    length_penalty: Float32 = 1.0  # has an effect only in beam search
+    # Has an effect only in beam search.
+    length_penalty: Float32 = 1.0
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_FLOAT32)] = 1.0
     presence_penalty: Float32 = 0.0
     frequency_penalty: Float32 = 0.0
     stop_sequences: Annotated[tuple[Word, ...], Field(max_length=limits.STOP_SEQUENCES)] = ()
     bad_words: Annotated[tuple[Word, ...], AtMostWords] = ()
-    end_id: Int32 | None = (
-        None  # the only end token, in place of the model's; below 0, there is none
-    )
-    pad_id: Int32 | None = None  # overrides the tokenizer's
+    # The only end token, in place of the model's; below 0, there is none.
+    end_id: Int32 | None = None
+    # Overrides the tokenizer's.
+    pad_id: Int32 | None = None
     prompt_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
     # Of tokens that begin a text, which a rendered chat has. None: as preprocessing is configured.
     add_special_tokens: bool | None = None
     min_p: Probability = 0.0
     logit_bias: Annotated[tuple[tuple[TokenId, Float32], ...], AtMostBiases] = ()
-    ignore_eos: bool = False  # no token ends the output, whatever end_id is
+    # No token ends the output, whatever end_id is.
+    ignore_eos: bool = False
     # None for none; k for those of the chosen tokens, and of the k most likely at each place.
     log_probs: Annotated[int, Field(ge=0, le=limits.TOP_LOG_PROBS)] | None = None
     guide: Annotated[Guide, AfterValidator(_valid)] | None = None
-    adapter: Annotated[str, Field(max_length=limits.NAME_CHARACTERS)] = ""  # a LoRA adapter's name
+    # The name of a LoRA adapter.
+    adapter: Annotated[str, Field(max_length=limits.NAME_CHARACTERS)] = ""
     stop_token_ids: Annotated[tuple[TokenId, ...], AtMostWords] = ()
-    shown_tokens: tuple[str, ...] = ()  # special tokens that are not left out of the output's text
+    # Special tokens that are not left out of the output's text.
+    shown_tokens: tuple[str, ...] = ()
     prompt_log_probs: bool = False
-    include_stop: bool = False  # whether what ended the output is part of its text
+    # Whether what ended the output is part of its text.
+    include_stop: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.ALLOWED_IDS)] = ()
-    priority: int = 0  # of requests that wait in the queue, lower ones come first
+    # Of the requests that wait in the queue, those with a lower number come first.
+    priority: int = 0
     # Output that another deployment or start has delivered, to continue from; max_tokens has it too.
     continued_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
 

@@ -15,8 +15,10 @@ class Torch:
     """The installed PyTorch; importing it takes seconds, so its files are read instead."""
 
     version: str
-    cuda: str | None  # the CUDA that it was built for; None for a build for CPUs
-    other_gpus: bool = False  # built for AMD's or Intel's GPUs
+    # The CUDA that it was built for; None for a build for CPUs.
+    cuda: str | None
+    # Built for AMD's or Intel's GPUs.
+    other_gpus: bool = False
 
     @property
     def for_cpus(self) -> bool:
@@ -52,7 +54,8 @@ def device_problem(device: str, *, gpu: bool, count: int, torch: Torch | None) -
     if not device.startswith("cuda"):
         return None
     if torch is not None and torch.other_gpus:
-        return None  # PyTorch calls an AMD GPU cuda as well
+        # PyTorch calls an AMD GPU cuda as well.
+        return None
     if not gpu:
         return (
             f"DEVICE={device}, but no NVIDIA GPU is visible on this machine: install its driver, give a "

@@ -22,11 +22,13 @@ def end_at_once_on_signals(before: Callable[[], str] = lambda: "\n") -> None:
     """
 
     def end(number: int, _: object) -> None:
-        logging.disable()  # the killed processes' ends are not errors
+        # The killed processes' ends are not errors.
+        logging.disable()
         start = before() if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{start}stopped\n".encode())
         kill_and_clean()
-        os._exit(128 + number)  # no exit handlers: the signal may have interrupted anything
+        # Without exit handlers: the signal may have interrupted anything.
+        os._exit(128 + number)
 
     adopt_orphans()
     for name in ENDING:

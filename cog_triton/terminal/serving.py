@@ -21,7 +21,8 @@ from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_p
 from cog_triton.server.log import describe_status
 from cog_triton.terminal import ENDING
 
-STOP_MARGIN_SECONDS = 5.0  # for Cog's server and its worker, beyond what tritonserver may take
+# For Cog's server and its worker, beyond what tritonserver may take.
+STOP_MARGIN_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"
 BOLD, DIM, RED, YELLOW = 1, 2, 31, 33
 _LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERROR": 40}
@@ -34,7 +35,8 @@ WRAPPING = re.compile(r".*setup failed: (\w+: )?", re.DOTALL)
 _REPEATED = re.compile("Failed to create instance|failed to load '|' which has no loaded version")
 # A line of Triton: the place in its source, and then the first line of a text, which may be quoted.
 _OF_TRITON = re.compile(r'(?:\w+\.cc:\d+\] )?("?)(.*?)(?:\\n.*)?\1', re.DOTALL)
-Line = dict[str, Any]  # of a log, as coglet writes it
+# Of a log, as coglet writes it.
+Line = dict[str, Any]
 
 
 def line_of(level: str, name: str, text: str) -> Line:
@@ -46,7 +48,8 @@ def line_of(level: str, name: str, text: str) -> Line:
 class LogReader:
     """Read coglet's lines in their order: JSON, and in some a line that the worker printed or logged."""
 
-    _level = "INFO"  # of the worker's last line that had one
+    # Of the worker's last line that had a level.
+    _level = "INFO"
 
     def read(self, raw: str) -> Line:
         """Parse a line. One without a level continues the one before; one that is not JSON is Python's."""
@@ -55,10 +58,12 @@ class LogReader:
             fields, text = line["fields"], line["fields"]["message"]
         except (ValueError, KeyError, TypeError):
             return line_of("INFO", "python", raw)
-        if "predict() is deprecated" in text:  # the name that the project keeps
+        if "predict() is deprecated" in text:
+            # The project keeps that name.
             line["level"] = "INFO"
         logged = _LOGGED.match(text)
-        if "source" in fields or (logged and line.get("target") == "coglet::user"):  # after setup
+        if "source" in fields or (logged and line.get("target") == "coglet::user"):
+            # It comes after the set-up.
             if logged:
                 level, line["target"], fields["message"] = logged.groups()
                 self._level = _OF_LOGGING.get(level, level)
@@ -82,7 +87,8 @@ class Report(logging.Handler):
     Colours are for terminals, but for NO_COLOR (https://no-color.org) and TERM=dumb.
     """
 
-    _in_progress = False  # such a line is shown
+    # Whether a line of progress is shown.
+    _in_progress = False
 
     def __init__(
         self, stream: TextIO, env: Mapping[str, str], machine: bool = False, passing: bool = False
@@ -121,13 +127,15 @@ class Report(logging.Handler):
         if self.machine:
             self.add(line_of(level, "cog_triton.serve", text))
         else:
-            self._in_progress = self._terminal  # which has shown ^C at the beginning of the line
+            # A terminal has shown ^C at the beginning of the line.
+            self._in_progress = self._terminal
             self.write(self._labelled(level, text))
 
     def write(self, text: str, end: str = "\n") -> None:
         """Write a text in place of a line of progress."""
         start, self._in_progress = CLEAR_LINE if self._in_progress else "", False
-        with contextlib.suppress(OSError):  # the reader has gone
+        with contextlib.suppress(OSError):
+            # The reader has gone.
             print(start + text, end=end, file=self._stream, flush=True)
 
     def show(self, text: str) -> None:
@@ -157,14 +165,18 @@ class Serving:
 
     def __init__(self, report: Report, url: str, stop_seconds: float) -> None:
         self._report, self._url = report, url
-        self._stop_seconds = stop_seconds  # of tritonserver
-        self._stage = "starting"  # then "ready", "stopping" or "failed"
+        # That tritonserver may take to stop.
+        self._stop_seconds = stop_seconds
+        # Later "ready", "stopping" or "failed".
+        self._stage = "starting"
         self._interrupted = False
-        self._last = self._error = ""  # of Python's lines, and of Cog's: why the server ended
+        # Of Python's lines, and of Cog's: why the server ended.
+        self._last = self._error = ""
 
     async def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the server until all that it started has ended; return 130 after Ctrl-C, 1 after an error."""
-        adopt_orphans()  # to wait for them
+        # To wait for them.
+        adopt_orphans()
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         for number in ENDING:
             self._loop.add_signal_handler(number, self._signalled, number)
@@ -175,13 +187,15 @@ class Serving:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+            # Ctrl-C reaches this process only, which passes it on.
+            start_new_session=True,
             preexec_fn=partial(signal_with_parent, signal.SIGTERM),
         )
         lines, reader = asyncio.StreamReader(limit=1 << 30), LogReader()
         protocol = asyncio.StreamReaderProtocol(lines)
         await self._loop.connect_read_pipe(lambda: protocol, self._server.stdout)
-        async for line in lines:  # until the last process that has the pipe has ended
+        async for line in lines:
+            # Until the last process that has the pipe has ended.
             self._note(reader.read(line.decode(errors="replace").removesuffix("\n")))
         await self._ended.wait()
         if self._interrupted:
@@ -199,10 +213,12 @@ class Serving:
                 self._stage = "failed"
                 self._error = WRAPPING.sub("", fields.get("error", text), 1)
                 self._stop()
-        elif "stops_within" in fields:  # the front, on SIGTERM
+        elif "stops_within" in fields:
+            # The front says so on SIGTERM.
             self._end_after(fields["stops_within"])
             self._report.say(f"{text}; Ctrl-C again stops at once")
-        elif text != "Setup failed":  # again, without a reason
+        elif text != "Setup failed":
+            # Coglet says it again, without a reason.
             if line["target"] == "python" and text.strip():
                 self._last = text
             self._report.add(line)
@@ -218,7 +234,8 @@ class Serving:
         else:
             starting = self._stage == "starting"
             self._report.say("stopped before it was ready" if starting else "stopped at once")
-            self._report.setLevel(logging.CRITICAL)  # that was its last line; the log may have more
+            # That was its last line; the log may have more.
+            self._report.setLevel(logging.CRITICAL)
             self._end_at_once()
 
     def _stop(self) -> None:
@@ -241,9 +258,11 @@ class Serving:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._server.pid:
                     self._server.returncode = os.waitstatus_to_exitcode(ended[1])
-                    if self._stage in ("starting", "ready"):  # nobody stopped it
+                    if self._stage in ("starting", "ready"):
+                        # Nobody stopped it.
                         self._stage = "failed"
-                        self._end_at_once()  # a worker without its server has nobody to answer
+                        # A worker without its server has nobody to answer.
+                        self._end_at_once()
                     # Triton's guard, which stops it, and a worker may still run.
                     self._end_after(self._stop_seconds + STOP_MARGIN_SECONDS)
             return

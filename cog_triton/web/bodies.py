@@ -18,11 +18,13 @@ import orjson
 
 _T = TypeVar("_T")
 
-LARGE_BYTES = 2**16  # a body with fewer is parsed in a few milliseconds
+# A body with fewer is parsed in a few milliseconds.
+LARGE_BYTES = 2**16
 # Of one JSON text: strings, names among them; objects and lists; values, by their commas; and levels of
 # nesting. So much is parsed in less than 0.1 s.
 JSON_STRINGS, JSON_CONTAINERS, JSON_VALUES, JSON_DEPTH = 2**17, 2**16, 2**20, 128
-_SCANNED_BYTES = 2**18  # at once; the global lock is free in between
+# So many at once; the global lock is free in between.
+_SCANNED_BYTES = 2**18
 _BRACKETS = b"{}[]"
 _NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _STEPS = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
@@ -70,7 +72,8 @@ class _JsonCounts:
     """Counts the values of a JSON text that comes in pieces."""
 
     def __init__(self) -> None:
-        self._escape = b""  # a backslash at the end of the last piece, whose character is to come
+        # A backslash at the end of the last piece, whose character is to come.
+        self._escape = b""
         self._in_string = False
         self._quotes = 0
         self._containers = 0

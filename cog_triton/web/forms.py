@@ -12,9 +12,12 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from cog_triton.web.bodies import BadBody, off_loop
 
 FORM_PARTS = 16
-FORM_HEADER_BYTES = 2**13  # of all headers of a part
-FORM_TEXT_BYTES = 2**20  # of a part that is read as a text
-_SPOOLED_BYTES = 2**20  # of a part; more of it is written to a file
+# Of all headers of a part.
+FORM_HEADER_BYTES = 2**13
+# Of a part that is read as a text.
+FORM_TEXT_BYTES = 2**20
+# Of a part; more of it is written to a file.
+_SPOOLED_BYTES = 2**20
 
 
 @dataclass
@@ -87,7 +90,8 @@ class _FormReader:
 
     def feed(self, piece: bytes) -> None:
         if self._ended:
-            return  # what follows the last boundary is no part
+            # What follows the last boundary is no part.
+            return
         try:
             self._parser.write(piece)
         except FormParserError as error:

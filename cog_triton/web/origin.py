@@ -19,7 +19,8 @@ SAFE_METHODS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[\w.-]+)(:(?P<port>\d{0,5}))?", re.ASCII)
 _ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://{_HOST.pattern}/?", re.ASCII)
-_SHOWN_CHARACTERS = 100  # of a header, in the text of an error
+# Of a header, in the text of an error.
+_SHOWN_CHARACTERS = 100
 _JSON_TYPE = re.compile(r"application/([\w.!#$&^-]+\+)?json", re.ASCII | re.IGNORECASE)
 
 
@@ -27,10 +28,14 @@ _JSON_TYPE = re.compile(r"application/([\w.!#$&^-]+\+)?json", re.ASCII | re.IGNO
 class AccessRule:
     """Who may reach one port."""
 
-    loopback: bool  # the port is bound to a loopback address
-    allowed_origins: frozenset[str] = frozenset()  # as browsers write them, or ANY
-    allowed_hosts: frozenset[str] = frozenset()  # names in lower case, "*.example.com", or ANY
-    origins_setting: str = ""  # the setting that has the allowed origins; empty if there is none
+    # The port is bound to a loopback address.
+    loopback: bool
+    # As browsers write them, or ANY.
+    allowed_origins: frozenset[str] = frozenset()
+    # Names in lower case, "*.example.com", or ANY.
+    allowed_hosts: frozenset[str] = frozenset()
+    # The setting that has the allowed origins; empty if there is none.
+    origins_setting: str = ""
 
     def refusal(self, method: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
         """Return why a request may not pass; None if it may. Names of headers are in lower case."""
@@ -56,7 +61,8 @@ class AccessRule:
         if is_loopback(name):
             return True
         if address is not None and not self.loopback:
-            return True  # an orchestrator's probe; no name was resolved, so none was rebound
+            # An orchestrator's probe; no name was resolved, so none was rebound.
+            return True
         parents = {"*." + name[at + 1 :] for at, letter in enumerate(name) if letter == "."}
         return name in self.allowed_hosts or not parents.isdisjoint(self.allowed_hosts)
 
@@ -67,7 +73,8 @@ class AccessRule:
         if origins and all(_normal(origin) in self.allowed_origins for origin in origins):
             return True
         if sites == ["same-origin"]:
-            return True  # a page cannot write this header; a proxy may have changed the Host
+            # A page cannot write this header; a proxy may have changed the Host.
+            return True
         if any(site.lower() != "none" for site in sites):
             return False
         return all(any(_is_origin_of(origin, host) for host in hosts) for origin in origins)

@@ -18,9 +18,12 @@ from cog_triton.web import Refusal
 from cog_triton.web.origin import AccessRule
 
 BACKLOG = 1024
-LINGER_SECONDS = 1.0  # after a refusal: as its connection ends, the client's system may drop it
-_LINE_BYTES = 4  # of a header, beside its name and value
-_LOGGED_CHARACTERS = 300  # of the line of a refusal
+# After a refusal: as its connection ends, the client's system may drop it.
+LINGER_SECONDS = 1.0
+# Of a header, beside its name and value.
+_LINE_BYTES = 4
+# Of the log line of a refusal.
+_LOGGED_CHARACTERS = 300
 HEAD_END = b"\r\n\r\n"
 Headers = Iterable[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
@@ -30,15 +33,20 @@ logger = logging.getLogger(__name__)
 class Limits:
     """Bounds of a request."""
 
-    body_bytes: int = 16 << 20  # decoded
-    head_bytes: int = 32 << 10  # of its first line and headers, and of trailers
-    request_seconds: float = 60.0  # from its first byte to its last
-    idle_seconds: float = 75.0  # of a connection without a request
+    # Decoded.
+    body_bytes: int = 16 << 20
+    # Of its first line and headers, and of trailers.
+    head_bytes: int = 32 << 10
+    # From its first byte to its last.
+    request_seconds: float = 60.0
+    # Of a connection without a request.
+    idle_seconds: float = 75.0
     # Paths whose bodies may have more bytes than others, and as much more time.
     uploads: Mapping[bytes, int] = field(default_factory=dict)
 
 
-RefusalBody = Callable[[Refusal, str], dict[str, Any]]  # of one and its target, if that is known
+# Makes the body of a refusal; the target is empty if it is not known.
+RefusalBody = Callable[[Refusal, str], dict[str, Any]]
 
 
 class Server(uvicorn.Server):
@@ -61,7 +69,8 @@ class Server(uvicorn.Server):
         )
         # Longer than most clients keep a connection.
         options["timeout_keep_alive"] = int(limits.idle_seconds)
-        options["timeout_graceful_shutdown"] = 1  # those that run have had their time
+        # The requests that run have had their time.
+        options["timeout_graceful_shutdown"] = 1
         super().__init__(uvicorn.Config(app, **options))
 
 
@@ -84,13 +93,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._access = access
         self._refusal_body = refusal_body
         self._refusal: Refusal | None = None
-        self._answered = False  # the refusal
+        # Whether the refusal has been sent.
+        self._answered = False
         self._timer: asyncio.TimerHandle | None = None
         self.url = b""
-        self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
-        self._in_body = False  # of the last request
+        # Without uvicorn's leniencies.
+        self.parser = httptools.HttpRequestParser(self)
+        # Of the last request.
+        self._in_body = False
         self._body_bytes = self._trailer_bytes = self._most = 0
-        self._pending = 0  # bytes since the parser last gave a head or a part of a body
+        # Bytes since the parser last gave a head or a part of a body.
+        self._pending = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,7 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that waits for the answer to a GET; others may have gone."""
-        cycle = self.cycle  # of the last request
+        # Of the last request.
+        cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.scope["method"] != "GET":
             return False
         cycle.keep_alive = False
@@ -136,7 +150,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._body_bytes = self._trailer_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:  # a trailer, which is dropped
+        if self._in_body:
+            # A trailer, which is dropped.
             self._trailer_bytes += len(name) + len(value) + _LINE_BYTES
             self._check(431, "head", self._trailer_bytes, self._limits.head_bytes)
         else:
@@ -193,7 +208,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._behind_others:
             self._answer()
         elif self._in_body:
-            self.pipeline.popleft()  # its application would wait for the rest of the body
+            # Its application would wait for the rest of the body.
+            self.pipeline.popleft()
 
     def on_response_complete(self) -> None:
         waiting = bool(self.pipeline)
@@ -222,7 +238,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _log(self, refusal: Refusal) -> None:
         """Log a line for a request that is refused before an application has it."""
         method = path = "-"
-        if self.url:  # else its first line could not be read
+        if self.url:
+            # Otherwise its first line could not be read.
             method = self.parser.get_method().decode("latin-1")
             path = self.url.decode("latin-1").partition("?")[0]
         line = f"{method} {path[:_LOGGED_CHARACTERS]} {refusal.status} refused: {refusal.detail}"
@@ -237,7 +254,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         seconds = self._limits.request_seconds
-        if self._behind_others:  # nothing may have been read of it meanwhile
+        if self._behind_others:
+            # Nothing may have been read of it meanwhile.
             self._set_timer(seconds)
         elif not self._answered:
             self._refuse(408, f"the request did not come within {seconds:g} s")

@@ -54,7 +54,8 @@ class Answer(asyncio.StreamReader):
         self._incomplete_event = bytearray()
         self._begun = False
         self._ended = False
-        self._waiting: list[_Text] = []  # by their places
+        # Sorted by their places.
+        self._waiting: list[_Text] = []
         self._sent_characters = 0
         self._sent_outputs = 0
         self._cog_characters = 0

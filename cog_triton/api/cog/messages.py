@@ -48,7 +48,8 @@ def read_messages(end: socket.socket, handle: Callable[..., object]) -> None:
         with contextlib.suppress(OSError):
             while True:
                 message = end.recv(_LARGEST_BYTES, socket.MSG_DONTWAIT)
-                if not message:  # the other end is closed
+                if not message:
+                    # The other end is closed.
                     loop.remove_reader(end)
                     return
                 handle(*orjson.loads(message))

@@ -123,6 +123,7 @@ def _remove_tree(name: str, within: int) -> None:
         for directory in directories:
             try:
                 os.rmdir(directory, dir_fd=inside)
-            except NotADirectoryError:  # a link to one
+            except NotADirectoryError:
+                # It is a link to a directory.
                 os.unlink(directory, dir_fd=inside)
     os.rmdir(name, dir_fd=within)

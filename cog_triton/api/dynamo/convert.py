@@ -76,7 +76,8 @@ def request_of(
     continued = ids[prompt_tokens:]
     room = None if context_length is None else context_length - len(ids)
     if (limit := stops.get("max_tokens", room)) is not None:
-        fields["max_tokens"] = limit + len(continued)  # which the limit leaves out
+        # The limit leaves out what has been delivered.
+        fields["max_tokens"] = limit + len(continued)
     ignores_eos = bool(stops.get("ignore_eos"))
     # The frontend's end tokens, by the files of the model.
     hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
@@ -93,7 +94,8 @@ def request_of(
         guide=guide_of(given(sampling, "guided_decoding")),
         log_probs=output.get("logprobs"),
         prompt_log_probs=output.get("prompt_logprobs") is not None,
-        skip_special_tokens=False,  # its text is made from the ids, which are all needed
+        # The frontend makes the text from the ids, and needs all of them.
+        skip_special_tokens=False,
         adapter=adapter,
         **fields,
     )
@@ -139,7 +141,8 @@ def chunk_of(chunk: Chunk, unknown: Collection[int] = ()) -> dict[str, Any]:
     if chunk.prompt_log_probs:
         tops = ({own.id: own.log_prob, **dict(own.top)} for own in chunk.prompt_log_probs[1:])
         rows = ({str(i): {"logprob": value} for i, value in top.items()} for top in tops)
-        made["engine_data"] = {"prompt_logprobs": [None, *rows]}  # the first token has none
+        # A prompt's first token has none.
+        made["engine_data"] = {"prompt_logprobs": [None, *rows]}
     if chunk.finish_reason is not None:
         made["finish_reason"] = chunk.finish_reason
         prompt, output = chunk.input_tokens or 0, chunk.output_tokens

@@ -43,8 +43,10 @@ from cog_triton.text.end_tokens import EndTokens
 logger = logging.getLogger(__name__)
 
 Chunks = AsyncGenerator[dict[str, Any], None]
-REMEMBERED = 65_536  # requests of all workers
-TELL_SECONDS = 1.0  # a worker that does not answer for so long is not waited for
+# Number of requests of all workers.
+REMEMBERED = 65_536
+# A worker that does not answer for so long is not waited for.
+TELL_SECONDS = 1.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +69,8 @@ class Engine(LLMEngine):
     """Requests of Dynamo's on a deployment of its own, or on a Triton that runs already."""
 
     deployment: Deployment | None = None
-    problem: errors.CogTritonError | None = None  # of the start
+    # Why the start failed.
+    problem: errors.CogTritonError | None = None
 
     def __init__(self, settings: Settings, options: argparse.Namespace, own: str) -> None:
         self._triton, self._events = options.triton, settings.kv_events_endpoint
@@ -188,7 +191,8 @@ class Engine(LLMEngine):
         except errors.UserError as error:
             end = InvalidArgument(str(error))
         except (errors.TritonOverloaded, errors.TritonUnavailable) as error:
-            end = StreamIncomplete(str(error))  # another worker has room, or continues
+            # Another worker has room, or continues.
+            end = StreamIncomplete(str(error))
         except errors.CogTritonError as error:
             end = Unknown(str(error))
         except Exception as error:
@@ -228,7 +232,8 @@ class Engine(LLMEngine):
     async def cleanup(self) -> None:
         if self.deployment is None:
             return
-        if self._running:  # the frontends send no more; these would be moved to other workers
+        if self._running:
+            # The frontends send no more; these would be moved to other workers.
             await asyncio.wait(self._running.values(), timeout=self.settings.drain_seconds)
         deployment, self.deployment = self.deployment, None
         await deployment.stop()
@@ -273,7 +278,8 @@ class Marks:
         try:
             async for _ in await self._client.direct(mark, worker):
                 pass
-        except Exception as error:  # whatever Dynamo's transport raises
+        except Exception as error:
+            # Dynamo's transport may raise anything.
             logger.debug("worker %d could not be told about a moved request: %s", worker, error)
 
     async def _told(self, mark: dict[str, Any]) -> Chunks:
