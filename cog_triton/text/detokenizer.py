@@ -21,14 +21,17 @@ from typing import Any
 
 from cog_triton.text.tokenizer import Tokenizer
 
-# Earlier ids that `decode_delta` reads. Beyond the four, room for special tokens among them, and for
+# How many earlier ids `decode_delta` reads. Beyond the four, there is room for special tokens and for
 # byte-fallback runs of up to 15 bytes, for which the text is exact even if they are not UTF-8.
 CONTEXT_TOKENS = 16
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# In place of a byte, for ids that add no text.
 _NO_TEXT = -1
-_KEPT_TOKENS, _WINDOW_TOKENS = 4, 16
+# When a window has more than _WINDOW_TOKENS, it is cut to its last _KEPT_TOKENS.
+_WINDOW_TOKENS = 16
+_KEPT_TOKENS = 4
 
 
 class IncrementalDetokenizer:
@@ -42,39 +45,47 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
     ) -> None:
-        """Begin a text, with the special tokens ``shown``; the text between them is decoded by itself."""
+        """Begin a text.
+
+        Args:
+            shown: special tokens that are part of the text. The text between them is decoded by itself.
+        """
         self._decoder = _decoder(tokenizer, skip_special_tokens)
-        self._shown = {i: text for i, text in self._decoder.skipped.items() if text in shown}
+        self._shown = {
+            token_id: text for token_id, text in self._decoder.skipped.items() if text in shown
+        }
         self._window: list[int] = []
-        self._run: list[int] = []  # byte-fallback tokens behind the window
-        self._delivered = self._held = 0  # characters of the window's text
+        # The byte-fallback tokens behind the window.
+        self._run: list[int] = []
+        # Characters of the window's text that were returned, and that are held back.
+        self._delivered = 0
+        self._held = 0
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Return the text that became certain with these ids, often empty; all of it with ``final``."""
         if self._shown and not self._shown.keys().isdisjoint(ids):
-            texts, start = [], 0
-            for place, token_id in enumerate(ids):
-                if token_id in self._shown:
-                    texts += [self.decode(ids[start:place], final=True), self._shown[token_id]]
-                    start = place + 1
-            return "".join(texts) + self.decode(ids[start:], final=final)
+            return self._decode_with_shown(ids, final=final)
         decoder = self._decoder
         ids = self._run + decoder.visible(ids)
-        end = len(ids) if final else len(ids) - decoder.open_run(ids, len(self._run))
-        ids, self._run = ids[:end], ids[end:]
+        end = len(ids)
+        if not final:
+            end -= decoder.open_run(ids, len(self._run))
+        self._run = ids[end:]
+        ids = ids[:end]
         if not ids and not final:
             return ""
-        # Not to tokens without text: whitespace that a decoder strips counts again once text follows.
-        kept = self._window[-_KEPT_TOKENS:]
-        if len(self._window) > _WINDOW_TOKENS and (text := decoder.text(kept)):
-            self._window, self._delivered = kept, len(text) - self._held
+        self._cut_window()
         self._window += ids
         text = decoder.text(self._window)
-        delta = (text if final else text.removesuffix(_REPLACEMENT))[self._delivered :]
-        self._delivered += len(delta)
-        self._held = len(text) - self._delivered
+        certain = text if final else text.removesuffix(_REPLACEMENT)
+        delta = certain[self._delivered :]
         if final:
-            self._window, self._delivered, self._held = [], 0, 0
+            self._window = []
+            self._delivered = 0
+            self._held = 0
+        else:
+            self._delivered += len(delta)
+            self._held = len(text) - self._delivered
         return delta
 
     def pending(self) -> str:
@@ -86,6 +97,31 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the rest of the text. The next `decode` begins another text."""
         return self.decode((), final=True)
+
+    def _decode_with_shown(self, ids: Sequence[int], *, final: bool) -> str:
+        """Decode the ids between special tokens that are shown, and put these between the texts."""
+        texts = []
+        start = 0
+        for place, token_id in enumerate(ids):
+            if token_id in self._shown:
+                texts.append(self.decode(ids[start:place], final=True))
+                texts.append(self._shown[token_id])
+                start = place + 1
+        texts.append(self.decode(ids[start:], final=final))
+        return "".join(texts)
+
+    def _cut_window(self) -> None:
+        """Cut a long window to its last tokens.
+
+        They must have text: whitespace that a decoder strips counts again once text follows it.
+        """
+        if len(self._window) <= _WINDOW_TOKENS:
+            return
+        kept = self._window[-_KEPT_TOKENS:]
+        text = self._decoder.text(kept)
+        if text:
+            self._window = kept
+            self._delivered = len(text) - self._held
 
 
 def decode_delta(
@@ -108,8 +144,9 @@ def decode_delta(
     decoder = _decoder(tokenizer, skip_special_tokens)
     before = list(context_ids)[-CONTEXT_TOKENS:]
     start = 0
-    if len(before) == CONTEXT_TOKENS:  # it may begin within a character
-        while start < 3 and 0x80 <= (decoder[before[start]] or 0) < 0xC0:
+    if len(before) == CONTEXT_TOKENS:
+        # The context may begin within a character of at most four bytes.
+        while start < 3 and decoder.is_continuation(before[start]):
             start += 1
     ids = before + list(new_ids)
     text = decoder.text(ids[start:]) if final else decoder.certain(ids, start)
@@ -125,44 +162,65 @@ class _Decoder(dict[int, int | None]):
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._to_tokens = getattr(tokenizer, "convert_ids_to_tokens", lambda _: [""])
         added: Any = getattr(tokenizer, "added_tokens_decoder", {}) if skip_special_tokens else {}
-        self.skipped: dict[int, str] = {i: str(t) for i, t in added.items() if t.special}
+        self.skipped: dict[int, str] = {
+            token_id: str(token) for token_id, token in added.items() if token.special
+        }
         super().__init__(dict.fromkeys(self.skipped, _NO_TEXT))
         decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        # What transformers puts around the decoding of its fast tokenizers takes twice as long as the
-        # decoding: where it is not overridden, it is left out.
-        backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
-        if backend is not None and all(
-            function.__module__.startswith("transformers.tokenization_utils")
-            for function in (kind.decode, kind._decode)
-        ):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and _decodes_as_transformers(type(tokenizer)):
+            # What transformers puts around the decoding takes twice as long as the decoding.
             decode = backend.decode
         self.text: Callable[[list[int]], str]
         self.text = partial(decode, skip_special_tokens=skip_special_tokens)
 
     def __missing__(self, token_id: int) -> int | None:
         token = self._to_tokens([token_id])[0]
-        match = _BYTE_TOKEN.fullmatch(token or "")
-        return self.setdefault(token_id, _NO_TEXT if token is None else match and int(match[1], 16))
+        kind: int | None = None
+        if token is None:
+            kind = _NO_TEXT
+        else:
+            match = _BYTE_TOKEN.fullmatch(token)
+            if match is not None:
+                kind = int(match[1], 16)
+        return self.setdefault(token_id, kind)
+
+    def is_continuation(self, token_id: int) -> bool:
+        """Return whether an id is a byte of a character, but not its first."""
+        byte = self[token_id]
+        return byte is not None and 0x80 <= byte < 0xC0
 
     def visible(self, ids: Sequence[int]) -> list[int]:
-        return [i for i in ids if self[i] != _NO_TEXT]
+        """Return the ids that may have text."""
+        return [token_id for token_id in ids if self[token_id] != _NO_TEXT]
 
     def open_run(self, ids: Sequence[int], known: int = 0) -> int:
         """Return the length of the byte-fallback run at the end; the first ``known`` ids are of one."""
-        for i in reversed(range(known, len(ids))):
-            if self[ids[i]] is None:
-                return len(ids) - 1 - i
+        for place in reversed(range(known, len(ids))):
+            if self[ids[place]] is None:
+                return len(ids) - 1 - place
         return len(ids)
 
     def certain(self, ids: list[int], start: int) -> str:
         """Return the text of ids from a place on, as far as the last `CONTEXT_TOKENS` make it certain."""
-        visible, tail = self.visible(ids[start:]), self.visible(ids[-CONTEXT_TOKENS:])
+        visible = self.visible(ids[start:])
+        tail = self.visible(ids[-CONTEXT_TOKENS:])
         held = self.open_run(tail)
-        if held == len(tail) and len(ids) >= CONTEXT_TOKENS:  # a run that may begin before them
+        if held == len(tail) and len(ids) >= CONTEXT_TOKENS:
+            # The run may begin before the tail: only a character that is not complete is held back.
             utf8 = getincrementaldecoder("utf-8")("replace")
-            utf8.decode(bytes(self[i] or 0 for i in tail[-3:]))
-            held = len(utf8.getstate()[0])  # of a character that is not complete
+            utf8.decode(bytes(self[token_id] or 0 for token_id in tail[-3:]))
+            incomplete, _ = utf8.getstate()
+            held = len(incomplete)
         return self.text(visible[: max(0, len(visible) - held)]).removesuffix(_REPLACEMENT)
+
+
+def _decodes_as_transformers(kind: type[Any]) -> bool:
+    """Return whether a class of tokenizers decodes by the functions of transformers' base class."""
+    return all(
+        function.__module__.startswith("transformers.tokenization_utils")
+        for function in (kind.decode, kind._decode)
+    )
 
 
 _decoder = lru_cache(maxsize=8)(_Decoder)

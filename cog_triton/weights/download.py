@@ -20,9 +20,15 @@ from cog_triton.redaction import keep_urls_out_of_logs
 
 logger = logging.getLogger(__name__)
 
-TRIES = 5  # requests in a row without progress
-PROGRESS = 16 << 20  # bytes after which failed tries are forgotten
-BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before the second try, doubled before each one after it
+# How many requests in a row may fail. They are forgotten after PROGRESS bytes.
+TRIES = 5
+PROGRESS = 16 << 20
+# The pause before the second try, in seconds. It is doubled before each further try.
+BACKOFF = 0.5
+MAX_BACKOFF = 30.0
+TERMINAL_SECONDS = 0.1
+# In a log file, each line on the progress stays.
+LOG_SECONDS = 10.0
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 # Compression would change the bytes that a range counts.
 _HEADERS = {"User-Agent": "cog-triton", "Accept-Encoding": "identity"}
@@ -53,25 +59,45 @@ class Version(BaseModel, frozen=True):
         return self.last_modified is not None and self == other
 
 
+class _Failed(httpx.RequestError):
+    """A try that may be repeated; its text has no URL."""
+
+
 class Download:
     """The file of a URL on its way to ``path``, of one ``version``; a later process continues it."""
 
     def __init__(self, url: str, shown: str, directory: Path) -> None:
-        self._url, self._shown = url, shown
-        self.path, self._notes = directory / "download.tar", directory / "download.json"
-        self.version, self._size = Version(), 0
-        self._pget, self._answered = shutil.which("pget") is not None, False
-        with contextlib.suppress(OSError, ValueError):  # nothing to continue
+        """Continue the download in a directory, if there is one.
+
+        Args:
+            shown: the URL without secrets, for messages.
+        """
+        self._url = url
+        self._shown = shown
+        self.path = directory / "download.tar"
+        self._notes = directory / "download.json"
+        self.version = Version()
+        self._size = 0
+        self._uses_pget = shutil.which("pget") is not None
+        self._has_answered = False
+        # Raised if there is nothing to continue.
+        with contextlib.suppress(OSError, ValueError):
             version = Version.model_validate_json(self._notes.read_bytes())
-            self._size, self.version = self.path.stat().st_size, version
+            self._size = self.path.stat().st_size
+            self.version = version
 
     def run(self, current: Version | None) -> bool:
         """Download the file, unless it is still the ``current`` version; return whether it was not.
 
-        Unreachable stands for a server that does not answer, and ENOSPC comes before the disk is full.
+        Raises:
+            ConfigurationError: the server refuses, or the download failed too often.
+            OSError: with ENOSPC, before the disk is full.
+            Unreachable: the server does not answer.
         """
         keep_urls_out_of_logs()
-        failures, counted_from, problem = 0, self._size, ""
+        failures = 0
+        counted_from = self._size
+        problem = ""
         with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=_HEADERS) as client:
             while failures < TRIES:
                 if failures:
@@ -81,12 +107,13 @@ class Download:
                     return self._try(client, current)
                 except httpx.ProtocolError:
                     problem = "the connection broke"
-                except httpx.RequestError as error:  # whose text has no URL
+                except httpx.RequestError as error:
                     problem = str(error) or type(error).__name__
                 failures += 1
                 if self._size >= counted_from + PROGRESS:
-                    failures, counted_from = 1, self._size
-        if not self._answered:
+                    failures = 1
+                    counted_from = self._size
+        if not self._has_answered:
             raise Unreachable(
                 f"{self._shown} cannot be reached ({problem}); check the URL and the network"
             )
@@ -94,60 +121,83 @@ class Download:
             f"the download of {self._shown} failed {failures} times ({problem}); start again to resume it"
         )
 
+    @property
+    def _is_complete(self) -> bool:
+        return self.version.size == self._size
+
+    def _can_continue(self) -> bool:
+        """Return whether the rest can be asked for: of the same version, and never mixed with another."""
+        etag = self.version.etag
+        if self._is_complete or not self.version.size or not self._size or not etag:
+            return False
+        return not etag.startswith("W/")
+
     def _try(self, client: httpx.Client, current: Version | None) -> bool:
-        etag, size, start = self.version.etag, self.version.size, self._size
-        complete = size == start
-        ranges = not complete and size and start and etag and not etag.startswith("W/")
-        if ranges:  # of the same version, whose bytes must not be mixed with another's
-            headers = {"Range": f"bytes={start}-", "If-Range": str(etag)}
-        else:  # no If-Modified-Since: an older file may take the place of a newer one
-            known = etag if complete else current and current.etag
-            headers = {"If-None-Match": known} if known else {}
+        """Make one request, and receive what is missing; return whether the file has changed."""
+        continues = self._can_continue()
+        headers = self._request_headers(current, continues=continues)
         with client.stream("GET", self._url, headers=headers) as response:
-            status, received = response.status_code, response.headers
-            if status in _TRANSIENT:
-                raise httpx.RequestError(f"HTTP {status}")
-            if status not in (200, 206, 304, 416):
-                advice = _ADVICE.get(status, "it did not send the file; check the URL")
-                raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
-            self._answered = True
-            if status == 304 and "If-None-Match" in headers:
-                return complete
-            length = received.get("Content-Length", "")
-            version = Version(
-                etag=received.get("ETag"),
-                last_modified=received.get("Last-Modified"),
-                size=int(length) if length.isdecimal() else None,
-            )
-            span = f"bytes {start}-{(size or 0) - 1}/{size}" if ranges else "none"
-            if status == 200:
+            self._check_status(response.status_code)
+            if response.status_code == 304 and "If-None-Match" in headers:
+                return self._is_complete
+            version = _version_of(response)
+            if response.status_code == 200:
                 if current and current.is_same(version):
                     return False
-                if complete and self.version.is_same(version):
+                if self._is_complete and self.version.is_same(version):
                     return True
                 self._restart(version)
-            elif received.get("Content-Range") != span or version.etag not in (None, etag):
-                self._restart(Version())
-                raise httpx.RequestError(
-                    f"HTTP {status} with a different byte range than requested"
-                )
-            # Room for the file and its contents, which are no smaller, compressed or not.
-            needed = 2 * (self.version.size or 0)
-            if needed - self._size > shutil.disk_usage(self.path.parent).free:
-                raise OSError(errno.ENOSPC, f"it needs about {tqdm.format_sizeof(needed, 'B')}")
-            # A file of pget's is checked by its size and a validator.
-            if not (self._pget and self._size == 0 and version.size and version.is_same(version)):
+            else:
+                self._check_range(response, version, continues=continues)
+            self._check_room()
+            # A file of pget's is checked by its size and by a validator.
+            has_validator = bool(version.size) and version.is_same(version)
+            if not self._uses_pget or self._size or not has_validator:
                 self._receive(response)
                 return True
         self._run_pget()
         # Its many connections may have read two versions, if the file changed meanwhile.
         return self._try(client, current)
 
+    def _request_headers(self, current: Version | None, *, continues: bool) -> dict[str, str]:
+        etag = self.version.etag
+        if continues:
+            return {"Range": f"bytes={self._size}-", "If-Range": str(etag)}
+        # No If-Modified-Since: an older file may take the place of a newer one.
+        known = etag if self._is_complete else current and current.etag
+        return {"If-None-Match": known} if known else {}
+
+    def _check_status(self, status: int) -> None:
+        """Raise an error unless the server answers with the file, or with what has become of it."""
+        if status in _TRANSIENT:
+            raise _Failed(f"HTTP {status}")
+        if status not in (200, 206, 304, 416):
+            advice = _ADVICE.get(status, "it did not send the file; check the URL")
+            raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
+        self._has_answered = True
+
+    def _check_range(self, response: httpx.Response, version: Version, *, continues: bool) -> None:
+        """Start again unless the response has the rest of the same version."""
+        size = self.version.size or 0
+        expected = f"bytes {self._size}-{size - 1}/{size}" if continues else "none"
+        is_expected = response.headers.get("Content-Range") == expected
+        if is_expected and version.etag in (None, self.version.etag):
+            return
+        self._restart(Version())
+        raise _Failed(f"HTTP {response.status_code} with a different byte range than requested")
+
+    def _check_room(self) -> None:
+        """Raise OSError unless the disk has room for the file and its contents, which are no smaller."""
+        needed = 2 * (self.version.size or 0)
+        if needed - self._size > shutil.disk_usage(self.path.parent).free:
+            raise OSError(errno.ENOSPC, f"it needs about {tqdm.format_sizeof(needed, 'B')}")
+
     def _restart(self, version: Version) -> None:
         self.path.unlink(missing_ok=True)
         self._notes.write_text(version.model_dump_json(), encoding="utf-8")
         self.path.touch()
-        self.version, self._size = version, 0
+        self.version = version
+        self._size = 0
 
     def _receive(self, response: httpx.Response) -> None:
         progress = tqdm(
@@ -156,7 +206,7 @@ class Download:
             total=self.version.size,
             unit="B",
             unit_scale=True,
-            mininterval=0.1 if sys.stderr.isatty() else 10.0,  # each is a line of a log file
+            mininterval=TERMINAL_SECONDS if sys.stderr.isatty() else LOG_SECONDS,
         )
         with self.path.open("ab") as file, progress:
             # Raw: a tar.gz is a tar.gz, also when the server calls the gzip an encoding.
@@ -165,18 +215,29 @@ class Download:
                 self._size += len(chunk)
                 progress.update(len(chunk))
         if self.version.size not in (None, self._size):
-            raise httpx.RequestError(f"only {self._size} of {self.version.size} bytes arrived")
+            raise _Failed(f"only {self._size} of {self.version.size} bytes arrived")
 
     def _run_pget(self) -> None:
-        self._pget = False  # one try
-        # A name of its own: pget outlives a killed parent, and would write beside the next one.
+        """Download the whole file with pget, which is tried once."""
+        self._uses_pget = False
+        # A new name: pget outlives a killed parent, and would write beside the next one.
         target = self.path.with_name(f"pget-{uuid.uuid4().hex[:12]}")
         logger.info("downloading %s with pget", self._shown)
-        # It prints the URL. Without -x, which would unpack whatever the archive says, wherever.
+        # Its output has the URL. Without -x, which would unpack anything anywhere.
         command = ["pget", "--force", "--log-level", "error", self._url, str(target)]
         status = subprocess.run(command, capture_output=True, check=False).returncode
         if status != 0 or not target.is_file() or target.stat().st_size != self.version.size:
             target.unlink(missing_ok=True)
-            raise httpx.RequestError(f"pget exited with status {status}; downloading without it")
+            raise _Failed(f"pget exited with status {status}; downloading without it")
         self._size = target.stat().st_size
         target.replace(self.path)
+
+
+def _version_of(response: httpx.Response) -> Version:
+    """Return the version that a response has or, for a part of a file, belongs to."""
+    length = response.headers.get("Content-Length", "")
+    return Version(
+        etag=response.headers.get("ETag"),
+        last_modified=response.headers.get("Last-Modified"),
+        size=int(length) if length.isdecimal() else None,
+    )
