@@ -20,9 +20,9 @@ case $version in
     exit 1
     ;;
 esac
-say "making the environment $venv; the first time, this takes up to a few minutes"
+say "creating the environment $venv; the first time, this takes up to a few minutes"
 if ! "$python" -m venv "$venv"; then
-    say "there is no venv, which Debian and Ubuntu have in python3-venv"
+    say "Python has no venv module; on Debian and Ubuntu, install python3-venv"
     exit 1
 fi
 # An old pip does not find what PIP_CONFIG_FILE says when it is asked.
@@ -47,7 +47,7 @@ if ! command -v nvidia-smi >/dev/null && [ ! -e /dev/nvidiactl ]; then
     torch=$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
     (export UV_HTTP_RETRIES=0 UV_HTTP_CONNECT_TIMEOUT=5
         uv_pip --quiet --torch-backend cpu --no-deps "$torch" 2>/dev/null) ||
-        say "PyTorch's index of builds for CPUs cannot be reached: its build is as pip finds it"
+        say "the index of PyTorch's CPU builds cannot be reached; installing the default build"
 fi
 say "installing the other packages"
 uv_pip "$@"
