@@ -22,7 +22,6 @@ from unittest import mock
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
-import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.cli import main
 from cog_triton.server.command import Endpoints
@@ -42,11 +41,6 @@ def split(items: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut into pieces of these sizes, over and over."""
     ends: list[int] = [0, *takewhile(len(items).__gt__, accumulate(cycle(sizes))), len(items)]
     return [items[start:end] for start, end in pairwise(ends)]
-
-
-def load_cases(test: str, name: str) -> Any:
-    """The cases in a YAML file beside a test's ``__file__``."""
-    return yaml.safe_load(Path(test).with_name(name).read_text(encoding="utf-8"))
 
 
 class QuietServer(http.server.ThreadingHTTPServer):

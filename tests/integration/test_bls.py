@@ -14,7 +14,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, engine_counters, make_server, running, settings_for
 from tests.integration.test_ensemble import BLS, MULTI_BYTE, generate, generate_stream, texts
-from tests.support import load_cases, wait_until
+from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
@@ -51,7 +51,35 @@ def cut_inside_a_character(tokenizer: Tokenizer) -> tuple[str, int, str]:
 # Text
 
 
-@pytest.mark.parametrize("body", load_cases(__file__, "bls.yaml"))
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            {"max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2},
+            id="empty words, pad and end",
+        ),
+        pytest.param(
+            {"max_tokens": 500, "bad_words": ["building"], "stop_words": ["patterns", "rules"]},
+            id="bad words and stop words",
+        ),
+        pytest.param(
+            {"max_tokens": 10, "return_log_probs": True, "min_length": 3, "random_seed": 5},
+            id="log probabilities, minimum, seed by its old name",
+        ),
+        pytest.param(
+            {"max_tokens": 30, "temperature": 3.0, "top_p": 1.0, "seed": 5}, id="high temperature"
+        ),
+        pytest.param({"max_tokens": 500, "exclude_input_in_output": False}, id="with the prompt"),
+        pytest.param(
+            {"max_tokens": 7, "return_num_input_tokens": True, "return_num_output_tokens": True},
+            id="numbers of tokens",
+        ),
+        pytest.param(
+            {"parameters": {"max_tokens": 256, "bad_words": [""], "stop_words": [""]}},
+            id="parameters of the request",
+        ),
+    ],
+)
 def test_a_reply_is_the_ensembles(triton: Triton, body: dict[str, Any]) -> None:
     expected = generate(triton, text_input=QUESTION, **body)
     expected = {name: value for name, value in expected.items() if name not in ENSEMBLES_OWN}

@@ -21,13 +21,11 @@ from tests.support import (
     QuietHandler,
     chunks,
     http_server,
-    load_cases,
     started_by,
     wait_until,
 )
 from tools.demo_model.corpus import PAIRS
 
-CASES = load_cases(__file__, "cog_server.yaml")
 QUESTION, ANSWER = PAIRS[0]
 
 
@@ -137,7 +135,25 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
     assert asyncio.run(rounds()) == [[200] * 256] * 3
 
 
-@pytest.mark.parametrize(("body", "field"), CASES["inputs"])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        pytest.param({}, "prompt", id="no input"),
+        pytest.param({"input": {}}, "prompt", id="no prompt"),
+        pytest.param({"input": {"prompt": None, "seed": 1}}, "prompt", id="prompt that is null"),
+        pytest.param({"input": {"prompt": 5}}, "prompt", id="prompt that is a number"),
+        pytest.param({"input": {"prompt": "Hi", "max_tokens": 0}}, "max_tokens", id="no tokens"),
+        pytest.param(
+            {"input": {"prompt": "Hi", "max_new_tokens": "many"}},
+            "max_new_tokens",
+            id="text for a number",
+        ),
+        pytest.param(
+            {"input": {"prompt": "Hi", "temperature": 5.1}}, "temperature", id="temperature above 5"
+        ),
+        pytest.param({"input": {"prompt": "Hi", "seed": 2**64}}, "seed", id="seed of 65 bits"),
+    ],
+)
 def test_an_input_that_is_missing_or_out_of_range_is_a_422(
     cog_server: CogServer, body: dict[str, Any], field: str
 ) -> None:
@@ -151,14 +167,68 @@ def test_an_input_that_is_missing_or_out_of_range_is_a_422(
 
 # What would be large is refused before it is built, by the limits of this deployment's model.
 LARGE = [
-    ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
-    ({"prompt": "x" * 20_000, "prompt_template": "{prompt}" * 2}, "E1002 PromptTooLong"),
-    ({"prompt": "Hi", "prompt_template": "{a}" * 90_000}, "E1004 PromptTemplateError"),
-    ({"prompt": "Hi", "stop_sequences": "ab," * 20_000}, "E1103 InvalidParameter"),
+    pytest.param({"prompt": "word " * 5000}, "E1002 PromptTooLong", id="prompt of many words"),
+    pytest.param(
+        {"prompt": "x" * 20_000, "prompt_template": "{prompt}" * 2},
+        "E1002 PromptTooLong",
+        id="prompt that is long in its template",
+    ),
+    pytest.param(
+        {"prompt": "Hi", "prompt_template": "{a}" * 90_000},
+        "E1004 PromptTemplateError",
+        id="template of many names",
+    ),
+    pytest.param(
+        {"prompt": "Hi", "stop_sequences": "ab," * 20_000},
+        "E1103 InvalidParameter",
+        id="many stop sequences",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("inputs", "code"), [*CASES["requests"], *LARGE])
+@pytest.mark.parametrize(
+    ("inputs", "code"),
+    [
+        pytest.param({"prompt": ""}, "E1001 PromptRequired", id="empty prompt"),
+        pytest.param({"messages": "[]"}, "E1001 PromptRequired", id="no messages"),
+        pytest.param(
+            {"messages": "{}"},
+            "E1103 InvalidParameter: messages must be a JSON list",
+            id="messages that are no list",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "tools": "[{}]"},
+            "E1103 InvalidParameter: tools needs messages",
+            id="tools that are no tools, without messages",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "logit_bias": "[]"},
+            "E1103 InvalidParameter: logit_bias must be",
+            id="biases that are no object",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "prompt_template": "no place"},
+            "E1003 BadPromptTemplate",
+            id="template without a place",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "prompt_template": "{prompt.__class__}"},
+            "E1004 PromptTemplateError",
+            id="template with code",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6},
+            "E1102 ConflictingMaxTokens",
+            id="two names of max_tokens",
+        ),
+        pytest.param(
+            {"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6},
+            "E1101 ConflictingMinTokens",
+            id="two names of min_tokens",
+        ),
+        *LARGE,
+    ],
+)
 def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
     cog_server: CogServer, inputs: dict[str, Any], code: str
 ) -> None:

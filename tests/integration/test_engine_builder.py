@@ -18,7 +18,7 @@ import yaml
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
-from tests.support import ROOT, alive, load_cases, processes, script, wait_until
+from tests.support import ROOT, alive, processes, script, wait_until
 from tools.engine_builder.build import build
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import Toolchain
@@ -223,7 +223,44 @@ def test_a_model_with_code_of_its_own_is_converted_when_it_is_trusted(
 # Failures
 
 
-@pytest.mark.parametrize(("program", "fate", "problem"), load_cases(__file__, "build_steps.yaml"))
+@pytest.mark.parametrize(
+    ("program", "fate", "problem"),
+    [
+        pytest.param(
+            "convert", "exit3", "step convert failed with exit status 3", id="conversion fails"
+        ),
+        pytest.param(
+            "quantize", "exit1", "step quantize failed with exit status 1", id="quantization fails"
+        ),
+        pytest.param(
+            "trtllm-build", "exit9", "step build failed with exit status 9", id="build fails"
+        ),
+        pytest.param(
+            "trtllm-build",
+            "kill",
+            r"step build was ended by SIGKILL \(out of memory\?\)",
+            id="build is killed",
+        ),
+        pytest.param(
+            "convert",
+            "nothing",
+            r"with status 0, but wrote no .*/checkpoint/config\.json",
+            id="conversion writes nothing",
+        ),
+        pytest.param(
+            "trtllm-build",
+            "nothing",
+            r"with status 0, but wrote no .*/engine/config\.json",
+            id="build writes nothing",
+        ),
+        pytest.param(
+            "trtllm-build",
+            "lose",
+            r"with status 0, but wrote no .*/rank1\.engine",
+            id="build leaves out a rank",
+        ),
+    ],
+)
 def test_a_step_that_fails(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, program: str, fate: str, problem: str
 ) -> None:

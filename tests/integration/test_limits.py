@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import OpenAIServer
-from tests.support import CogServer, free_port, load_cases
+from tests.support import CogServer, free_port
 
 BODY_BYTES = 100_000
 PORTS = ("front", "beside", "workers", "metrics")
@@ -113,7 +113,12 @@ REFUSED = [
     (post(b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"), 400),
     (post(b"Transfer-Encoding: gzip, chunked"), 501),
     (post(b"Transfer-Encoding : chunked"), 400),
-    *((sent.encode(), status) for sent, status in load_cases(__file__, "limits.yaml")),
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n", 400),
+    (b"GET http://a/ HTTP/1.1\r\n\r\n", 400),
+    (b"GET /#a HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/2.0\r\n\r\n", 505),
+    (b"PRI * HTTP/2.0\r\n\r\n", 400),
     (b"\x16\x03\x01\x02\x00", 400),
 ]
 

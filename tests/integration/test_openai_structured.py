@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tests.late import openai
 from tests.openai_server import MESSAGES, OpenAIServer
-from tests.support import load_cases, wait_until
+from tests.support import wait_until
 
 
 class Verdict(BaseModel):
@@ -46,7 +46,22 @@ def test_a_pydantic_model_is_what_comes_back(client: openai.OpenAI) -> None:
         assert isinstance(answer.choices[0].message.parsed, Verdict)
 
 
-@pytest.mark.parametrize(("fields", "form"), load_cases(__file__, "vllm_fields.yaml"))
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        pytest.param({"guided_choice": ["red", "blue"]}, "red|blue", id="choice"),
+        pytest.param({"guided_regex": r"\d{3}-[ab]"}, r"\d{3}-[ab]", id="regular expression"),
+        pytest.param({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no", id="grammar"),
+        pytest.param(
+            {"guided_json": {"type": "integer", "minimum": 0, "maximum": 9}}, r"\d", id="schema"
+        ),
+        pytest.param(
+            {"response_format": {"type": "json_object"}, "max_tokens": 99},
+            r"\s*\{(?s:.*)",
+            id="any object",
+        ),
+    ],
+)
 def test_what_vllms_users_write(server: OpenAIServer, fields: dict[str, Any], form: str) -> None:
     assert re.fullmatch(form, content(server.chat(**fields)))
 

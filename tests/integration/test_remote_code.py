@@ -13,9 +13,9 @@ from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, settings_for
 from tests.integration.test_recovery import deployed
-from tests.support import load_cases
 
-FILES = load_cases(__file__, "remote_code.yaml")
+# The modules that the model and the tokenizer bring.
+CODE = Path(__file__).with_name("remote_code")
 
 
 def update(file: Path, **values: Any) -> None:
@@ -27,8 +27,9 @@ def own_model(demo_model: Path, tmp_path: Path) -> Path:
     """The demo model and its tokenizer, of classes that only code in the directory defines."""
     directory = tmp_path / "own"
     shutil.copytree(demo_model, directory)
-    for name, code in FILES.items():
-        (directory / name).write_text(code, encoding="utf-8")
+    shutil.copytree(
+        CODE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+    )
     update(
         directory / "tokenizer_config.json",
         tokenizer_class="ShoutingTokenizer",

@@ -19,22 +19,19 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.adapters import make_adapter
+from tests.integration.resuming_requests import REQUESTS
 from tests.integration.test_recovery import part_name
 from tests.late import torch, transformers
-from tests.openai_server import MESSAGES, QUESTION
 from tests.support import (
     CogServer,
     QuietHandler,
     children,
     free_port,
     http_server,
-    load_cases,
     wait_until,
 )
 
 pytestmark = pytest.mark.anyio
-KINDS: dict[str, dict[str, Any]] = load_cases(__file__, "resuming.yaml")
-TOKENS = 120
 SECONDS = 300
 KILLS = int(os.environ.get("RESUMING_KILLS", "20"))  # of each part
 # What is drawn or counted in time, and what each event repeats.
@@ -81,6 +78,8 @@ class Asked:
 
     def __init__(self, server: CogServer, hooks: str, names: list[str]) -> None:
         self.server, self._hooks, self.names = server, hooks, names
+        openai_port = server.environment["OPENAI_PORT"]
+        self._urls = {"cog": server.url, "openai": f"http://127.0.0.1:{openai_port}/v1"}
         self.webhook: asyncio.Future[Any]
         self.running: set[str] = set()
 
@@ -95,29 +94,13 @@ class Asked:
     async def _answer(
         self, client: httpx.AsyncClient, name: str, on_event: Callable[[str], object]
     ) -> Any:
-        fields = {"max_tokens": TOKENS, "stream": True, "temperature": 1.0, "seed": 1}
-        fields |= {"ignore_eos": True, **KINDS[name]}
-        headers, path = {}, fields.pop("path", "")
-        if fields.pop("api", "openai") == "cog":
-            path, url = "predictions", self.server.url
-            stream, webhook = fields.pop("stream"), fields.pop("webhook", False)
-            body: dict[str, Any] = {"input": {"prompt": QUESTION, **fields}}
-            if webhook:
-                body |= {"webhook": self._hooks, "webhook_events_filter": ["completed"]}
-            headers = {"Accept": "text/event-stream"} if stream and not webhook else {}
-            headers |= {"Prefer": "respond-async"} if webhook else {}
-        else:
-            url = f"http://127.0.0.1:{self.server.environment['OPENAI_PORT']}/v1"
-            question = {"input": QUESTION} if path == "responses" else {"messages": MESSAGES}
-            question = {"prompt": QUESTION} if path == "completions" else question
-            body = {"model": "demo", **question, **fields}
-            if path in ("completions", "chat/completions"):
-                body["return_token_ids"] = True
-            if path == "responses":
-                body["max_output_tokens"] = body.pop("max_tokens")
-            body = {field: value for field, value in body.items() if value is not None}
+        request = REQUESTS[name]
+        body = request.body
+        if request.has_webhook:
+            body = {**body, "webhook": self._hooks, "webhook_events_filter": ["completed"]}
+        url = f"{self._urls[request.api]}/{request.path}"
         whole: Any = None
-        async with client.stream("POST", f"{url}/{path}", json=body, headers=headers) as reply:
+        async with client.stream("POST", url, json=body, headers=request.headers) as reply:
             if "event-stream" not in reply.headers["content-type"]:
                 whole = json.loads(await reply.aread())
                 assert reply.is_success, (name, whole)
@@ -232,7 +215,7 @@ async def kill_on_transformers(model: Path, directory: Path, parts: list[str], k
     )
     make_adapter(model, directory / "adapters" / "poet", seed=1)
     environment = {"ENGINE": "transformers", "LORA_DIR": str(directory / "adapters")}
-    with serving(double, directory, [*KINDS], **environment) as asked:
+    with serving(double, directory, [*REQUESTS], **environment) as asked:
         await kill_while_all_run(asked, parts, kills)
 
 

@@ -21,9 +21,10 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.adapters import make_adapter
 from tests.integration.conftest import engine_counters, make_server, running, settings_for
+from tests.integration.resuming_requests import REQUESTS
 from tests.integration.test_generation import ask, greedy, with_client
 from tests.integration.test_recovery import deployed, part
-from tests.integration.test_resuming import KINDS, kill_while_all_run, serving
+from tests.integration.test_resuming import kill_while_all_run, serving
 from tests.late import torch
 from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
@@ -167,7 +168,7 @@ async def test_every_kind_goes_on_when_a_part_dies(
     demo_model: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """But adapters, which its build for CPUs refuses."""
-    kinds = [name for name in KINDS if "adapter" not in name]
+    kinds = [name for name in REQUESTS if "adapter" not in name]
     config = tmp_path / "guided.yaml"
     arguments = "guided_decoding_backend: xgrammar, kv_cache_free_gpu_mem_fraction: 0.3"
     config.write_text(f"server: {{tensorrt_llm: {{args: {{{arguments}}}}}}}")
