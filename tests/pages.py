@@ -33,7 +33,7 @@ PAGES = [
     for page in sorted(ROOT.glob(pattern))
 ]
 NOT_RUN = {"network", "gpu", "cluster", "minutes"}
-NEEDS = NOT_RUN | {"server", "dry run", "smollm2"}
+NEEDS = NOT_RUN | {"server", "dry run", "smollm2", "other ports"}
 
 
 @dataclass(frozen=True)
