@@ -205,8 +205,9 @@ class Predictor(BaseRunner):
                 text, is_chat = self._prompt(prompt, system, prompt_template)
             else:
                 why = "and messages cannot be combined"
-                own_template = prompt_template != "{prompt}" and prompt_template
-                _refuse(why, prompt=prompt, prompt_template=own_template)
+                # The one without a text of its own changes nothing.
+                has_template = bool(prompt_template) and prompt_template != "{prompt}"
+                _refuse(why, prompt=prompt, prompt_template=has_template)
                 text = self._chat(messages, system, tools, chat_template_kwargs)
                 is_chat = True
             stops = settings.stop_sequences if stop_sequences is None else stop_sequences
@@ -281,7 +282,8 @@ class Predictor(BaseRunner):
         request = await off_loop(size, make)
         seed = "none: the engine draws at random (set the input seed to fix it)"
         print(f"Random seed used: {seed if request.seed is None else request.seed}")
-        start, first = time.perf_counter(), 0.0
+        start = time.perf_counter()
+        first = 0.0
         try:
             async for chunk in self.deployment.generate(request):
                 if not first and chunk.output_tokens:

@@ -39,7 +39,9 @@ class CogTritonError(Exception):
     blameless = False
 
     def __init_subclass__(cls, code: str, retryable: bool | None = None) -> None:
-        cls.code, cls.retryable = code, cls.retryable if retryable is None else retryable
+        cls.code = code
+        if retryable is not None:
+            cls.retryable = retryable
 
     def __init__(self, message: str) -> None:
         self.message = shortened(message, self.longest)
@@ -154,13 +156,16 @@ def cause(text: str) -> str:
 
     Internal: ValueError: no such model\\n\\nAt:\\n  model.py(36): initialize    →  no such model
     """
-    if _GONE.search(text := text[:READ]):
+    text = text[:READ]
+    if _GONE.search(text):
         return ENDED
     text = _TRACEBACK.split(text.replace("\\n", "\n").strip('" \n'))[0]
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
-    while around := _AROUND.match(paragraph):
+    while True:
+        around = _AROUND.match(paragraph)
+        if around is None:
+            return shortened(paragraph, LONGEST)
         paragraph = paragraph[around.end() :]
-    return shortened(paragraph, LONGEST)
 
 
 # First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.

@@ -133,7 +133,8 @@ def shown_words(words: Sequence[str]) -> list[str]:
 def _shown_argument(option: str, value: str) -> str:
     if _is_secret_name(option.lstrip("-")):
         return HIDDEN
-    if assignment := re.fullmatch(r"(\w[\w-]*)=(.*)", value, re.DOTALL):
+    assignment = re.fullmatch(r"(\w[\w-]*)=(.*)", value, re.DOTALL)
+    if assignment:
         return f"{assignment[1]}={shown_value(assignment[1], assignment[2])}"
     header = re.fullmatch(r"([\w-]+):\s*(.+)", value, re.DOTALL)
     if header and _is_secret_name(header[1]):

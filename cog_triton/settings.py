@@ -618,7 +618,8 @@ class Settings(BaseModel):
     @property
     def tokenizer_dir(self) -> str:
         """Directory, made absolute as Triton has another, or id; by default an engine directory's own."""
-        if self.tokenizer is None and (engine := self.engine_dir) is not None:
+        engine = self.engine_dir
+        if self.tokenizer is None and engine is not None:
             for directory in (engine, engine / "tokenizer", engine.parent / "tokenizer"):
                 if (directory / "tokenizer_config.json").is_file():
                     return str(directory.resolve())

@@ -24,7 +24,8 @@ HEADER = (
     "Time limit",
     "Web pages of other origins",
 )
-COG, OPENAI = "`PORT` of `make serve`", "`PORT` of `make openai`; `OPENAI_PORT`"
+COG = "`PORT` of `make serve`"
+OPENAI = "`PORT` of `make openai`; `OPENAI_PORT`"
 METRICS_PORT = "`PREDICTOR_METRICS_PORT`"
 # What the front passes on to Cog's server. Any other path is passed on too, and gets 404 there.
 PASSED_ON = (

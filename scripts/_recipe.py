@@ -44,9 +44,11 @@ def _sent_to_group(sender: int) -> bool:
     """
     make = os.getppid()
     senders = {sender}
-    while (received := signal.sigtimedwait({signal.SIGTERM}, GROUP_SECONDS)) is not None:
+    while True:
+        received = signal.sigtimedwait({signal.SIGTERM}, GROUP_SECONDS)
+        if received is None:
+            return senders != {make} and not _catches_sigterm(make)
         senders.add(received.si_pid)
-    return senders != {make} and not _catches_sigterm(make)
 
 
 def _catches_sigterm(make: int) -> bool:

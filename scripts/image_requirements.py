@@ -26,7 +26,8 @@ ADJUSTABLE = ("grpcio", "protobuf")
 
 
 def main(directory: str) -> str | None:
-    place, engines = Path(directory), list(filter(installed, ("tensorrt_llm", "vllm")))
+    place = Path(directory)
+    engines = [name for name in ("tensorrt_llm", "vllm") if installed(name)]
     if not engines or not installed("torch"):
         return "neither TensorRT-LLM nor vLLM with PyTorch is installed in this image"
     held = constraints([*engines, "torch"])
@@ -34,7 +35,8 @@ def main(directory: str) -> str | None:
     ranges = re.findall(r"^\w[^#\n]*", (place / "image.in").read_text(), re.MULTILINE)
     wanted = {canonicalize_name(r.name): r for r in map(Requirement, ranges)}
     for name, requirement in wanted.items():
-        if (found := installed(name)) and requirement.specifier.contains(found, True):
+        found = installed(name)
+        if found and requirement.specifier.contains(found, prereleases=True):
             kept.add(name)
     additions = [str(requirement) for name, requirement in wanted.items() if name in kept]
     # A package of the lock is a requirement, then its hashes on continued lines.
@@ -47,10 +49,11 @@ def main(directory: str) -> str | None:
 
 def constraints(roots: list[str]) -> dict[str, str]:
     """Return the constraint of each installed package that the roots need, and of the roots, by name."""
-    asked, followed = defaultdict[str, SpecifierSet](SpecifierSet), set()
+    asked = defaultdict[str, SpecifierSet](SpecifierSet)
+    followed: set[tuple[str, str]] = set()
+    # It grows while it is read.
     queue = [Requirement(root) for root in roots]
     for requirement in queue:
-        # It grows while it is read.
         name = canonicalize_name(requirement.name)
         asked[name] &= requirement.specifier
         for extra in ("", *requirement.extras):

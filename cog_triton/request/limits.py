@@ -13,17 +13,21 @@ T = TypeVar("T", dict, list)  # type: ignore[type-arg]
 MOST_CHARACTERS = 2**24
 # The same where only the engine knows the context length, 131,072 tokens, which take two seconds and 180 MB
 # to tokenize; and of a prompt that comes as token ids.
-UNKNOWN_CHARACTERS = UNKNOWN_TOKENS = 2**20
+UNKNOWN_CHARACTERS = 2**20
+UNKNOWN_TOKENS = 2**20
 # Of a prompt template, which is read on the event loop, in a few milliseconds. The prompt's place has two
 # braces, and so has a literal one, which is doubled.
-TEMPLATE_CHARACTERS, TEMPLATE_BRACES = 2**18, 4096
+TEMPLATE_CHARACTERS = 2**18
+TEMPLATE_BRACES = 4096
 # The worst case compares as many starts with as many sequences for each piece of the output: a millisecond.
-STOP_SEQUENCES, STOP_CHARACTERS = 64, 256
+STOP_SEQUENCES = 64
+STOP_CHARACTERS = 256
 # Of the list that they come in, with a comma for each and every character escaped.
 STOP_TEXT_CHARACTERS = STOP_SEQUENCES * (2 * STOP_CHARACTERS + 1)
 # Bad, stop or biased words of a prompt on Triton's own ports, and the bytes of a request's. Each is
 # tokenized twice while other prompts wait. As token ids, a byte is one at most.
-WORDS, WORDS_BYTES = 1024, 2**14
+WORDS = 1024
+WORDS_BYTES = 2**14
 WORD_IDS = 4 * WORDS_BYTES
 # OpenAI takes 300, vLLM any number. A vocabulary has more than a thousand tokens with digits. These are
 # checked in some milliseconds, on the event loop.
@@ -44,7 +48,7 @@ _ESCAPED = re.compile(r"\\([\\,])")
 
 @dataclass(frozen=True)
 class TextLimits:
-    """The most characters of a deployment's prompts, and where that number comes from."""
+    """Maximum number of characters of a deployment's prompts, and where that number comes from."""
 
     characters: int = UNKNOWN_CHARACTERS
     source: str = (

@@ -24,7 +24,11 @@ from cog_triton.terminal import ENDING
 # For Cog's server and its worker, beyond what tritonserver may take.
 STOP_MARGIN_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"
-BOLD, DIM, RED, YELLOW = 1, 2, 31, 33
+# Codes of a terminal.
+BOLD = 1
+DIM = 2
+RED = 31
+YELLOW = 33
 _LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERROR": 40}
 _OF_LOGGING = {"WARNING": "WARN", "CRITICAL": "ERROR"}
 _LABELS = {"WARN": (YELLOW, "warning:"), "ERROR": (RED, "error:")}
@@ -55,7 +59,8 @@ class LogReader:
         """Parse a line. One without a level continues the one before; one that is not JSON is Python's."""
         try:
             line: Line = json.loads(raw)
-            fields, text = line["fields"], line["fields"]["message"]
+            fields = line["fields"]
+            text = fields["message"]
         except (ValueError, KeyError, TypeError):
             return line_of("INFO", "python", raw)
         if "predict() is deprecated" in text:
@@ -94,7 +99,9 @@ class Report(logging.Handler):
         self, stream: TextIO, env: Mapping[str, str], machine: bool = False, passing: bool = False
     ) -> None:
         super().__init__(logging.INFO)
-        self._stream, self.machine, self._passing = stream, machine, passing
+        self.machine = machine
+        self._stream = stream
+        self._passing = passing
         self._terminal = stream.isatty()
         self._colour = self._terminal and not (env.get("NO_COLOR") or env.get("TERM") == "dumb")
 
@@ -105,7 +112,9 @@ class Report(logging.Handler):
         self.add(line_of(record.levelname, record.name, record.getMessage()))
 
     def add(self, line: Line) -> None:
-        level, name, text = line["level"], line["target"], line["fields"]["message"]
+        level = line["level"]
+        name = line["target"]
+        text = line["fields"]["message"]
         if _LEVELS.get(level, logging.INFO) < self.level:
             return
         if self.machine:
@@ -133,7 +142,8 @@ class Report(logging.Handler):
 
     def write(self, text: str, end: str = "\n") -> None:
         """Write a text in place of a line of progress."""
-        start, self._in_progress = CLEAR_LINE if self._in_progress else "", False
+        start = CLEAR_LINE if self._in_progress else ""
+        self._in_progress = False
         with contextlib.suppress(OSError):
             # The reader has gone.
             print(start + text, end=end, file=self._stream, flush=True)
@@ -164,20 +174,23 @@ class Serving:
     _deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, report: Report, url: str, stop_seconds: float) -> None:
-        self._report, self._url = report, url
+        self._report = report
+        self._url = url
         # That tritonserver may take to stop.
         self._stop_seconds = stop_seconds
         # Later "ready", "stopping" or "failed".
         self._stage = "starting"
         self._interrupted = False
-        # Of Python's lines, and of Cog's: why the server ended.
-        self._last = self._error = ""
+        # Why the server ended: the last line of Python's, and the error of Cog's.
+        self._last = ""
+        self._error = ""
 
     async def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the server until all that it started has ended; return 130 after Ctrl-C, 1 after an error."""
-        # To wait for them.
+        # To wait for all that the server starts.
         adopt_orphans()
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
         for number in ENDING:
             self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
@@ -191,7 +204,9 @@ class Serving:
             start_new_session=True,
             preexec_fn=partial(signal_with_parent, signal.SIGTERM),
         )
-        lines, reader = asyncio.StreamReader(limit=1 << 30), LogReader()
+        reader = LogReader()
+        # A line may be long, and is read whole.
+        lines = asyncio.StreamReader(limit=1 << 30)
         protocol = asyncio.StreamReaderProtocol(lines)
         await self._loop.connect_read_pipe(lambda: protocol, self._server.stdout)
         async for line in lines:
@@ -206,7 +221,8 @@ class Serving:
         return int(self._stage == "failed")
 
     def _note(self, line: Line) -> None:
-        fields, text = line["fields"], line["fields"]["message"]
+        fields = line["fields"]
+        text = fields["message"]
         if text == "Worker initialization failed":
             # The server may have ended, and been noticed, before this was read.
             if self._stage in ("starting", "failed"):
@@ -254,19 +270,26 @@ class Serving:
         sweep()
 
     def _reap(self) -> None:
+        """Wait for the processes that have ended, and note when there are none left."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._server.pid:
-                    self._server.returncode = os.waitstatus_to_exitcode(ended[1])
-                    if self._stage in ("starting", "ready"):
-                        # Nobody stopped it.
-                        self._stage = "failed"
-                        # A worker without its server has nobody to answer.
-                        self._end_at_once()
-                    # Triton's guard, which stops it, and a worker may still run.
-                    self._end_after(self._stop_seconds + STOP_MARGIN_SECONDS)
-            return
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == self._server.pid:
+                    self._note_end(status)
+                if not pid:
+                    # The others run.
+                    return
         self._ended.set()
+
+    def _note_end(self, status: int) -> None:
+        """Note that the server has ended, with a status of waitpid."""
+        self._server.returncode = os.waitstatus_to_exitcode(status)
+        if self._stage in ("starting", "ready"):
+            # Nobody stopped it. A worker without its server has nobody to answer.
+            self._stage = "failed"
+            self._end_at_once()
+        # Triton's guard, which stops it, and a worker may still run.
+        self._end_after(self._stop_seconds + STOP_MARGIN_SECONDS)
 
     def _say_ready(self) -> None:
         if self._report.machine:

@@ -22,7 +22,10 @@ _T = TypeVar("_T")
 LARGE_BYTES = 2**16
 # Of one JSON text: strings, names among them; objects and lists; values, by their commas; and levels of
 # nesting. So much is parsed in less than 0.1 s.
-JSON_STRINGS, JSON_CONTAINERS, JSON_VALUES, JSON_DEPTH = 2**17, 2**16, 2**20, 128
+JSON_STRINGS = 2**17
+JSON_CONTAINERS = 2**16
+JSON_VALUES = 2**20
+JSON_DEPTH = 128
 # So many at once; the global lock is free in between.
 _SCANNED_BYTES = 2**18
 _BRACKETS = b"{}[]"
@@ -111,6 +114,6 @@ class _JsonCounts:
         return outside
 
 
-def _check_count(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise BadBody(f"must have at most {most} {what}")
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise BadBody(f"must have at most {limit} {what}")

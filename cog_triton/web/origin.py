@@ -160,11 +160,13 @@ def _normal(origin: str) -> str:
 
 def _is_origin_of(origin: str, host: str) -> bool:
     """Return whether a page of this origin came from this host; TLS may end in a proxy."""
-    page, server = _ORIGIN.fullmatch(origin.lower()), _HOST.fullmatch(host.lower())
+    page = _ORIGIN.fullmatch(origin.lower())
+    server = _HOST.fullmatch(host.lower())
     if page is None or server is None or page["scheme"] not in _DEFAULT_PORTS:
         return False
     default = _DEFAULT_PORTS[page["scheme"]]
-    page_port, server_port = int(page["port"] or default), int(server["port"] or default)
+    page_port = int(page["port"] or default)
+    server_port = int(server["port"] or default)
     return page["name"] == server["name"] and page_port == server_port
 
 

@@ -101,7 +101,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         # Of the last request.
         self._in_body = False
-        self._body_bytes = self._trailer_bytes = self._most = 0
+        self._body_bytes = 0
+        self._trailer_bytes = 0
+        self._body_limit = 0
         # Bytes since the parser last gave a head or a part of a body.
         self._pending = 0
 
@@ -133,7 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 break
             except httptools.HttpParserUpgrade as upgrade:
                 # llhttp ends such a request with its head, whatever body it has. Here it has no such wish.
-                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                method = self.parser.get_method()
+                version = self.parser.get_http_version().encode()
                 headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
                 self.parser = httptools.HttpRequestParser(self)
                 data = head_bytes(method, self.url, version, headers) + data[upgrade.args[0] :]
@@ -147,7 +150,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is None:
             super().on_message_begin()
             self._set_timer(self._limits.request_seconds)
-            self._body_bytes = self._trailer_bytes = 0
+            self._body_bytes = 0
+            self._trailer_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
@@ -161,17 +165,20 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._pending = 0
-        method, version = self.parser.get_method(), self.parser.get_http_version()
+        method = self.parser.get_method()
+        version = self.parser.get_http_version()
         self._refusal = head_problem(method, self.url, version, self.headers)
         if self._refusal is None:
             self._refusal = self._access.refusal(method, self.headers)
         lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
         self._check(431, "head", len(self.url) + lines, self._limits.head_bytes)
-        length, limits = int(dict(self.headers).get(b"content-length", b"0")), self._limits
-        self._most = limits.uploads.get(self.url.partition(b"?")[0], limits.body_bytes)
-        self._check(413, "body", length, self._most)
-        if self._most > limits.body_bytes:
-            self._set_timer(limits.request_seconds * self._most / limits.body_bytes)
+        length = int(dict(self.headers).get(b"content-length", b"0"))
+        limits = self._limits
+        path = self.url.partition(b"?")[0]
+        self._body_limit = limits.uploads.get(path, limits.body_bytes)
+        self._check(413, "body", length, self._body_limit)
+        if self._body_limit > limits.body_bytes:
+            self._set_timer(limits.request_seconds * self._body_limit / limits.body_bytes)
         if self._refusal is None and not self.parser.should_upgrade():
             super().on_headers_complete()
             self._in_body = True
@@ -179,19 +186,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._pending = 0
         self._body_bytes += len(body)
-        self._check(413, "body", self._body_bytes, self._most)
+        self._check(413, "body", self._body_bytes, self._body_limit)
         if self._refusal is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._refusal is None and self._in_body:
             super().on_message_complete()
-            self._in_body, self._pending = False, 0
+            self._in_body = False
+            self._pending = 0
             self._set_timer(None)
 
-    def _check(self, status: int, part: str, size: int, most: int) -> None:
-        if size > most:
-            self._refuse(status, f"the {part} is over {most} bytes")
+    def _check(self, status: int, part: str, size: int, limit: int) -> None:
+        if size > limit:
+            self._refuse(status, f"the {part} is over {limit} bytes")
 
     def _refuse(self, status: int, detail: str) -> None:
         self._refusal = self._refusal or Refusal(status, detail)
@@ -218,7 +226,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer()
 
     def _answer(self) -> None:
-        if (refusal := self._refusal) is None or self.transport.is_closing():
+        refusal = self._refusal
+        if refusal is None or self.transport.is_closing():
             return
         self._answered = True
         self._log(refusal)
@@ -237,7 +246,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _log(self, refusal: Refusal) -> None:
         """Log a line for a request that is refused before an application has it."""
-        method = path = "-"
+        method = "-"
+        path = "-"
         if self.url:
             # Otherwise its first line could not be read.
             method = self.parser.get_method().decode("latin-1")

@@ -53,8 +53,46 @@ def request_of(
         prompt_tokens: how many of its ids are the prompt; those after it are output of another worker.
         end_tokens: the model's.
     """
-    sampling, stops = given(body, "sampling_options"), given(body, "stop_conditions")
-    output, ids = given(body, "output_options"), tuple(body["token_ids"])
+    sampling = set_options(body, "sampling_options")
+    stops = set_options(body, "stop_conditions")
+    output = set_options(body, "output_options")
+    ids = tuple(body["token_ids"])
+    _check_supported(body, sampling, stops)
+    if context_length is not None and len(ids) >= context_length:
+        raise prompt_too_long(len(ids), context_length - 1)
+    fields: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": _seed_of(request_id) if seeded else None,
+        # The model's recommended values stand between Dynamo's defaults and the client's values.
+        **(defaults or {}),
+        **{name: sampling[name] for name in _SAMPLING if name in sampling},
+    }
+    continued = ids[prompt_tokens:]
+    tokens_left = None if context_length is None else context_length - len(ids)
+    limit = stops.get("max_tokens", tokens_left)
+    if limit is not None:
+        # The limit leaves out what has been delivered.
+        fields["max_tokens"] = limit + len(continued)
+    return Request(
+        prompt="",
+        prompt_ids=ids[:prompt_tokens],
+        continued_ids=continued,
+        min_tokens=stops.get("min_tokens", 0) + len(continued),
+        ignore_eos=bool(stops.get("ignore_eos")),
+        stop_token_ids=_stop_token_ids(stops, end_tokens),
+        guide=guide_of(set_options(sampling, "guided_decoding")),
+        log_probs=output.get("logprobs"),
+        prompt_log_probs=output.get("prompt_logprobs") is not None,
+        # The frontend makes the text from the ids, and needs all of them.
+        skip_special_tokens=False,
+        adapter=adapter,
+        **fields,
+    )
+
+
+def _check_supported(body: Body, sampling: Body, stops: Body) -> None:
+    """Refuse what no engine here supports."""
     for name in ("n", "best_of"):
         if sampling.get(name, 1) != 1:
             raise InvalidParameter(
@@ -66,63 +104,45 @@ def request_of(
         raise InvalidParameter("max_thinking_tokens is not supported")
     if body.get("multi_modal_data") or body.get("prompt_embeds"):
         raise InvalidParameter("the prompt must be text")
-    if context_length is not None and len(ids) >= context_length:
-        raise prompt_too_long(len(ids), context_length - 1)
-    fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
-    seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
-    # The model's recommended values stand between Dynamo's defaults and what the client gave.
-    own_seed = int.from_bytes(seed, "little") if seeded else None
-    fields = {"temperature": 1.0, "top_p": 1.0, "seed": own_seed, **(defaults or {}), **fields}
-    continued = ids[prompt_tokens:]
-    room = None if context_length is None else context_length - len(ids)
-    if (limit := stops.get("max_tokens", room)) is not None:
-        # The limit leaves out what has been delivered.
-        fields["max_tokens"] = limit + len(continued)
-    ignores_eos = bool(stops.get("ignore_eos"))
+
+
+def _seed_of(request_id: str) -> int:
+    """Return a seed that is the same on every worker."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _stop_token_ids(stops: Body, end_tokens: EndTokens) -> tuple[int, ...]:
+    """Return the tokens that end the output beside the model's end tokens."""
     # The frontend's end tokens, by the files of the model.
-    hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
+    hidden = [] if stops.get("ignore_eos") else stops.get("stop_token_ids_hidden", [])
     shown = [*stops.get("stop_token_ids_visible", []), *stops.get("stop_token_ids", [])]
-    return Request(
-        prompt="",
-        prompt_ids=ids[:prompt_tokens],
-        continued_ids=continued,
-        min_tokens=stops.get("min_tokens", 0) + len(continued),
-        ignore_eos=ignores_eos,
-        stop_token_ids=tuple(
-            i for i in dict.fromkeys([*hidden, *shown]) if i not in end_tokens.ids
-        ),
-        guide=guide_of(given(sampling, "guided_decoding")),
-        log_probs=output.get("logprobs"),
-        prompt_log_probs=output.get("prompt_logprobs") is not None,
-        # The frontend makes the text from the ids, and needs all of them.
-        skip_special_tokens=False,
-        adapter=adapter,
-        **fields,
-    )
+    return tuple(i for i in dict.fromkeys([*hidden, *shown]) if i not in end_tokens.ids)
 
 
-def given(body: Body, group: str) -> dict[str, Any]:
+def set_options(body: Body, group: str) -> dict[str, Any]:
     """Return a group's options; those that nobody set are None there."""
     return {name: value for name, value in (body.get(group) or {}).items() if value is not None}
 
 
 def guide_of(guided: Body) -> Guide | None:
     """Return a request's guide; ``json`` is a schema, as an object or as text."""
-    asked = {name: value for name, value in guided.items() if name not in _HINTS}
-    if asked.pop("json_object", False):
+    guides = {name: value for name, value in guided.items() if name not in _HINTS}
+    if guides.pop("json_object", False):
         return Guide(GuideKind.JSON)
-    if unknown := asked.keys() - _GUIDES:
+    unknown = guides.keys() - _GUIDES
+    if unknown:
         raise InvalidParameter(f"guided_decoding: {sorted(unknown)[0]} is not supported")
-    if len(asked) > 1:
-        raise InvalidParameter(f"{' and '.join(asked)} cannot be combined: set only one of them")
-    for name, value in asked.items():
+    if len(guides) > 1:
+        raise InvalidParameter(f"{' and '.join(guides)} cannot be combined: set only one of them")
+    for name, value in guides.items():
         return Guide(_GUIDES[name], value if isinstance(value, str) else json.dumps(value))
     return None
 
 
 def unknown_end_ids(body: Body, end_tokens: EndTokens) -> frozenset[int]:
     """Return the end tokens that the frontend does not find in the model's files, such as END_ID's."""
-    hidden = given(body, "stop_conditions").get("stop_token_ids_hidden", [])
+    hidden = set_options(body, "stop_conditions").get("stop_token_ids_hidden", [])
     return frozenset(end_tokens.ids) - {*hidden, *(body.get("eos_token_ids") or [])}
 
 
@@ -139,21 +159,26 @@ def chunk_of(chunk: Chunk, unknown: Collection[int] = ()) -> dict[str, Any]:
         made["log_probs"] = [token.log_prob for token in log_probs]
         made["top_logprobs"] = [alternatives(token) for token in log_probs]
     if chunk.prompt_log_probs:
-        tops = ({own.id: own.log_prob, **dict(own.top)} for own in chunk.prompt_log_probs[1:])
-        rows = ({str(i): {"logprob": value} for i, value in top.items()} for top in tops)
         # A prompt's first token has none.
-        made["engine_data"] = {"prompt_logprobs": [None, *rows]}
+        rows = [None, *map(_prompt_row, chunk.prompt_log_probs[1:])]
+        made["engine_data"] = {"prompt_logprobs": rows}
     if chunk.finish_reason is not None:
         made["finish_reason"] = chunk.finish_reason
-        prompt, output = chunk.input_tokens or 0, chunk.output_tokens
+        input_tokens = chunk.input_tokens or 0
         made["completion_usage"] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            "prompt_tokens": input_tokens,
+            "completion_tokens": chunk.output_tokens,
+            "total_tokens": input_tokens + chunk.output_tokens,
         }
         if chunk.stop_token is not None:
             made["stop_reason"] = chunk.stop_token
     return made
+
+
+def _prompt_row(token: TokenLogProb) -> dict[str, Any]:
+    """Return the log probabilities at a place of the prompt, by token ids."""
+    log_probs = {token.id: token.log_prob, **dict(token.top)}
+    return {str(token_id): {"logprob": value} for token_id, value in log_probs.items()}
 
 
 def alternatives(token: TokenLogProb) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint
 
 from cog_triton import errors
 from cog_triton.adapters.directory import adapter_names
-from cog_triton.api.dynamo.convert import Body, chunk_of, given, request_of, unknown_end_ids
+from cog_triton.api.dynamo.convert import Body, chunk_of, request_of, set_options, unknown_end_ids
 from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
@@ -72,10 +72,12 @@ class Engine(LLMEngine):
     # Why the start failed.
     problem: errors.CogTritonError | None = None
 
-    def __init__(self, settings: Settings, options: argparse.Namespace, own: str) -> None:
-        self._triton, self._events = options.triton, settings.kv_events_endpoint
+    def __init__(self, settings: Settings, options: argparse.Namespace, directory: str) -> None:
+        """Start nothing yet; the directory is for this worker alone."""
+        self._triton = options.triton
+        self._events = settings.kv_events_endpoint
         if self._triton is None and self._events is None:
-            self._events = f"ipc://{own}/kv"
+            self._events = f"ipc://{directory}/kv"
         # A worker whose Triton has been given up ends, so that its streams move to others.
         changed = {"kv_events_endpoint": self._events, "exit_on_failure": True}
         self.settings = settings.model_copy(update=changed)
@@ -104,9 +106,9 @@ class Engine(LLMEngine):
             if self._triton is None:
                 self.deployment = await Deployment.start(self.settings)
             else:
-                model, limit = self.settings.tokenizer_dir, self.settings.max_sequence_length
                 # The setting counts: the server may stretch the model's context.
-                length = limit or context_length({"model": model})
+                length = self.settings.max_sequence_length
+                length = length or context_length({"model": self.settings.tokenizer_dir})
                 address = address_of(self._triton)
                 self.deployment = await attach(self.settings, address, "ensemble", length)
         except errors.CogTritonError as error:
@@ -146,11 +148,17 @@ class Engine(LLMEngine):
                 base_model_path=self.settings.tokenizer_dir,
                 needs=[],
             )
-        config, loop = self.config, asyncio.get_running_loop()
-        planes = {"event_plane": config.event_plane, "response_plane": config.response_plane}
-        runtime = DistributedRuntime(loop, config.discovery_backend, config.request_plane, **planes)
+        config = self.config
+        runtime = DistributedRuntime(
+            asyncio.get_running_loop(),
+            config.discovery_backend,
+            config.request_plane,
+            event_plane=config.event_plane,
+            response_plane=config.response_plane,
+        )
         marks = f"{config.namespace}.{config.component}.marks"
         self._listening = asyncio.create_task(self._marks.serve(runtime, marks))
+        self._listening.add_done_callback(_log_end)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         assert self.deployment is not None
@@ -166,7 +174,10 @@ class Engine(LLMEngine):
         answering = asyncio.create_task(self._answer(request, context, chunks))
         self._running[context.id()] = answering
         try:
-            while (chunk := await chunks.get()) is not None:
+            while True:
+                chunk = await chunks.get()
+                if chunk is None:
+                    return
                 if isinstance(chunk, DynamoException):
                     raise chunk
                 yield chunk
@@ -176,7 +187,8 @@ class Engine(LLMEngine):
 
     async def abort(self, context: Context) -> None:
         """Stop a request whose client has left."""
-        if (answering := self._running.get(context.id())) is not None:
+        answering = self._running.get(context.id())
+        if answering is not None:
             answering.cancel()
 
     async def _answer(self, body: Body, context: Context, chunks: asyncio.Queue[Any]) -> None:
@@ -206,11 +218,11 @@ class Engine(LLMEngine):
             raise errors.TritonUnavailable("the worker has stopped")
         prompt = self._marks.length(request_id, len(body["token_ids"]))
         # Only the mark of the end was lost.
-        if given(body, "stop_conditions").get("max_tokens") == 0:
+        if set_options(body, "stop_conditions").get("max_tokens") == 0:
             yield {"token_ids": [], "index": 0, "finish_reason": "length"}
             return
         # Of an adapter, as Dynamo has it or in place of the model's.
-        name = given(body, "routing").get("lora_name") or body.get("model", self._name)
+        name = set_options(body, "routing").get("lora_name") or body.get("model", self._name)
         end_tokens = self.deployment.end_tokens or EndTokens()
         request = request_of(
             body,
@@ -235,8 +247,17 @@ class Engine(LLMEngine):
         if self._running:
             # The frontends send no more; these would be moved to other workers.
             await asyncio.wait(self._running.values(), timeout=self.settings.drain_seconds)
-        deployment, self.deployment = self.deployment, None
+        deployment = self.deployment
+        self.deployment = None
         await deployment.stop()
+
+
+def _log_end(listening: "asyncio.Task[None]") -> None:
+    """Log why a worker does not hear from the others any more."""
+    if not listening.cancelled() and listening.exception() is not None:
+        logger.error(
+            "this worker is not told about moved requests any more", exc_info=listening.exception()
+        )
 
 
 class Marks:
@@ -257,19 +278,20 @@ class Marks:
         """Listen to the other workers at ``namespace.component.endpoint`` until cancelled."""
         self._endpoint = runtime.endpoint(path)
         self._client = await self._endpoint.client()
-        await self._endpoint.serve_endpoint(self._told)
+        await self._endpoint.serve_endpoint(self._receive)
 
-    def length(self, request_id: str, most: int) -> int:
+    def length(self, request_id: str, count: int) -> int:
         """Return how many of a request's ids are its prompt: all, if nothing else is known."""
-        return min(self._lengths.get(request_id, most), most)
+        return min(self._lengths.get(request_id, count), count)
 
     async def tell(self, request_id: str, length: int) -> None:
         """Tell the other workers; one that cannot be reached will not get the request either."""
         if self._endpoint is None or request_id in self._lengths:
             return
         self._remember(request_id, length)
-        own, mark = self._endpoint.connection_id(), {"id": request_id, "length": length}
-        others = [worker for worker in self._client.instance_ids() if worker != own]
+        this_worker = self._endpoint.connection_id()
+        mark = {"id": request_id, "length": length}
+        others = [worker for worker in self._client.instance_ids() if worker != this_worker]
         telling = [asyncio.create_task(self._send(worker, mark)) for worker in others]
         if telling:
             await asyncio.wait(telling, timeout=TELL_SECONDS)
@@ -282,7 +304,7 @@ class Marks:
             # Dynamo's transport may raise anything.
             logger.debug("worker %d could not be told about a moved request: %s", worker, error)
 
-    async def _told(self, mark: dict[str, Any]) -> Chunks:
+    async def _receive(self, mark: dict[str, Any]) -> Chunks:
         self._remember(mark["id"], mark["length"])
         yield {}
 
