@@ -60,7 +60,9 @@ def wrap(tokenizer: Tokenizer, byte_tokens: Sequence[str] = ()) -> Kind:
 
 def byte_level() -> Kind:
     """The demo model's."""
-    characters = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    characters = bytes_to_unicode()
     tokenizer = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
     return wrap(tokenizer, [characters[byte] for byte in range(0x100)])
 
