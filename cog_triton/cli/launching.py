@@ -16,7 +16,9 @@ from typing import Any
 from cog_triton.cli.launch import Options
 from cog_triton.deployment.file_checks import check_family, check_files
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.repository.fill import CONFIG, read_config, read_template, unmet_needs
+from cog_triton.repository.checks import unmet_needs
+from cog_triton.repository.fill import read_config, read_template
+from cog_triton.repository.render import CONFIG
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
 from cog_triton.server.guard import read
 from cog_triton.server.installation import locate

@@ -9,7 +9,7 @@ ENGINE = "tensorrt_llm"
 PREPROCESSING = "preprocessing"
 # See ``cog_triton.models.context``.
 CONTEXT_MODEL = "tensorrt_llm_context"
-# The ensemble without its last step; see ``cog_triton.repository.fill``.
+# The ensemble without its last step; see ``cog_triton.repository.derived_models``.
 IDS_ENSEMBLE = "ensemble_ids"
 # Parameter of CONTEXT_MODEL: host:port of the server that it runs in.
 GRPC_ADDRESS = "grpc_address"

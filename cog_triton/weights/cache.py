@@ -23,6 +23,8 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -40,25 +42,68 @@ from cog_triton.weights.hub import fetch_from_hub
 
 logger = logging.getLogger(__name__)
 
-_LEFTOVERS, _DOWNLOAD = ("tree-", "pget-"), ("download.",)
+# The beginnings of names in an entry: what a killed process may have left, and a download.
+_LEFTOVERS = ("tree-", "pget-")
+_DOWNLOAD = ("download.",)
+_MARKER = "fetched.json"
 ZSTD = "is compressed with zstd, which requires Python 3.14; use a .tar or .tar.gz file"
-# tarfile raises these, too, for an archive that is damaged, or made to do damage.
-_LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
-_PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
-DEEPEST_MODEL = 4  # directories above a tar file's model
-LONGEST_NAME = 200  # characters of a file's name, its suffix left out
-_BLOCK = 512  # bytes of a header; the archive ends with a block of zeros
+# Exceptions beside tarfile's own for an archive that is damaged, or made to do damage.
+_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)
+_PYTHON_ERRORS = (ValueError, LookupError, OverflowError, RecursionError)
+# How many directories there may be above a tar file's model.
+DEEPEST_MODEL = 4
+# The limit of a file's name in characters, without its suffix.
+LONGEST_NAME = 200
+# Bytes of a header. The archive ends with a block of zeros.
+_BLOCK = 512
+_MEGABYTE = 1 << 20
 
 
 class Fetched(BaseModel, frozen=True):
-    """The marker of a complete tree."""
+    """The marker of a complete tree.
 
-    source: str  # for people; without secrets
+    Attributes:
+        source: for people; without secrets.
+        sha256: the checksum of the tar file; None if none was expected.
+        files, bytes: what the tree holds, to notice if files have gone since.
+    """
+
+    source: str
     version: Version
-    sha256: str | None  # of the tar file; None if no checksum was given
+    sha256: str | None
     tree: str
     files: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file to fetch.
+
+    Attributes:
+        url: what the entry of the cache is named after.
+        shown: the same for people, without secrets.
+        checksum: the expected SHA-256 in hexadecimal.
+        path: of a local file; None for a URL.
+    """
+
+    url: str
+    shown: str
+    checksum: str | None
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The file as it is now.
+
+    Attributes:
+        has_changed: it is not the version that was unpacked before.
+    """
+
+    file: Path
+    version: Version
+    has_changed: bool
 
 
 def fetch(
@@ -79,34 +124,46 @@ def fetch(
         checksum: SHA-256 of the tar file in hexadecimal, "sha256:" before it or not.
         token: access token for Hugging Face; the one that ``hf auth login`` keeps when None.
     """
-    expected = checksum.strip().lower().removeprefix("sha256:") if checksum else None
-    if expected is not None and not re.fullmatch("[0-9a-f]{64}", expected):
-        raise ConfigurationError(
-            f"the checksum {checksum!r} is not valid; use 64 hexadecimal digits, optionally after sha256:"
-        )
+    expected = None if checksum is None else _parsed_checksum(checksum)
     try:
         if source.lower().startswith(("http://", "https://")):
-            return _fetch_tar(source, display_url(source), cache, expected)
+            return _fetch_file(_Source(source, display_url(source), expected), cache)
         path = local_path(source)
         if path.is_file():
             path = path.resolve()
-            return _fetch_tar(path.as_uri(), str(path), cache, expected, path)
+            return _fetch_file(_Source(path.as_uri(), str(path), expected, path), cache)
         if expected is not None:
             raise ConfigurationError(
                 f"WEIGHTS_SHA256 is set, but {shown_url(source)} is not a tar file; to pin a Hugging Face "
                 "model, use org/name@commit"
             )
-        directory = path if path.exists() else fetch_from_hub(source, token)
-        if directory.is_file():  # in a repository of GGUF files
-            return directory
-        if not directory.is_dir():
-            raise ConfigurationError(f"{directory} is neither a file nor a directory")
-        if not any(directory.iterdir()):
-            raise ConfigurationError(f"{directory} is empty; it should contain the model's files")
-        return directory
+        fetched = path if path.exists() else fetch_from_hub(source, token)
+        # A repository of GGUF files gives a file.
+        if not fetched.is_file():
+            _check_directory(fetched)
+        return fetched
     except OSError as error:
         problem = f"{error.filename or cache}: {error.strerror or error}"
         raise ConfigurationError(f"the weights could not be fetched: {problem}") from None
+
+
+def _parsed_checksum(checksum: str) -> str | None:
+    """Return a checksum in lower case without its prefix; None for an empty one."""
+    if not checksum:
+        return None
+    parsed = checksum.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch("[0-9a-f]{64}", parsed):
+        raise ConfigurationError(
+            f"the checksum {checksum!r} is not valid; use 64 hexadecimal digits, optionally after sha256:"
+        )
+    return parsed
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigurationError(f"{directory} is neither a file nor a directory")
+    if not any(directory.iterdir()):
+        raise ConfigurationError(f"{directory} is empty; it should contain the model's files")
 
 
 def local_path(source: str) -> Path:
@@ -135,36 +192,19 @@ def display_url(url: str) -> str:
     raise ConfigurationError("the URL of the weights is malformed; write https://host/path.tar")
 
 
-def _fetch_tar(
-    source: str, shown: str, cache: Path, expected: str | None, local: Path | None = None
-) -> Path:
-    if shown.lower().endswith((".tar.zst", ".tzst")) and "zst" not in tarfile.TarFile.OPEN_METH:
-        raise ConfigurationError(f"{shown} {ZSTD}")  # before the download
+def _fetch_file(source: _Source, cache: Path) -> Path:
+    """Return the directory of the model in a tar or GGUF file, unpacked into the cache if need be."""
+    shown = source.shown
+    is_zstd = shown.lower().endswith((".tar.zst", ".tzst"))
+    if is_zstd and "zst" not in tarfile.TarFile.OPEN_METH:
+        # Before the download.
+        raise ConfigurationError(f"{shown} {ZSTD}")
     gguf.refuse_split(shown, [_gguf_name(shown)])
-    entry = cache.expanduser().absolute() / hashlib.sha256(source.encode()).hexdigest()
+    entry = cache.expanduser().absolute() / hashlib.sha256(source.url.encode()).hexdigest()
     entry.mkdir(parents=True, exist_ok=True)
     with locked(entry, lambda: logger.info("waiting for another process to fetch %s", shown)):
-        fetched = _read_fetched(entry)
-        _remove(entry, _LEFTOVERS, but=fetched)
-        if expected and fetched and fetched.sha256 != expected:
-            fetched = None  # whatever the server says of its version
         try:
-            if fetched is None or not expected:
-                if local is not None:
-                    file, status = local, local.stat()
-                    etag = f'"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"'
-                    version = Version(etag=etag, size=status.st_size)
-                    changed = fetched is None or not fetched.version.is_same(version)
-                else:
-                    download = Download(source, shown, entry)
-                    changed = download.run(fetched.version if fetched else None)
-                    file, version = download.path, download.version
-                if changed or fetched is None:
-                    fetched = _publish(file, version, entry, shown, expected)
-        except Unreachable as problem:
-            if fetched is None:
-                raise ConfigurationError(str(problem)) from None
-            logger.warning("%s; using the copy downloaded earlier", problem)
+            fetched = _update(source, entry)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -175,6 +215,42 @@ def _fetch_tar(
                 "space, or set WEIGHTS_CACHE to another disk"
             ) from None
         return model_directory(entry / fetched.tree)
+
+
+def _update(source: _Source, entry: Path) -> Fetched:
+    """Return the tree of the current version of a file, which is fetched unless it is there."""
+    fetched = _read_fetched(entry)
+    _remove(entry, _LEFTOVERS, but=fetched)
+    if fetched is not None and source.checksum is not None:
+        if fetched.sha256 == source.checksum:
+            return fetched
+        # Whatever the server says of its version.
+        fetched = None
+    known = None if fetched is None else fetched.version
+    try:
+        current = _download(source, entry, known) if source.path is None else _local(source, known)
+        if fetched is None or current.has_changed:
+            fetched = _publish(current, entry, source)
+    except Unreachable as problem:
+        if fetched is None:
+            raise ConfigurationError(str(problem)) from None
+        logger.warning("%s; using the copy downloaded earlier", problem)
+    return fetched
+
+
+def _local(source: _Source, known: Version | None) -> _Current:
+    assert source.path is not None
+    status = source.path.stat()
+    etag = f'"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"'
+    version = Version(etag=etag, size=status.st_size)
+    has_changed = known is None or not known.is_same(version)
+    return _Current(source.path, version, has_changed)
+
+
+def _download(source: _Source, entry: Path, known: Version | None) -> _Current:
+    download = Download(source.url, source.shown, entry)
+    has_changed = download.run(known)
+    return _Current(download.path, download.version, has_changed)
 
 
 def model_directory(tree: Path) -> Path:
@@ -198,9 +274,10 @@ def model_directory(tree: Path) -> Path:
 
 
 def _holds_model(directory: Path) -> bool:
-    named = any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return True
     patterns = ("*.engine", "engine/*.engine", "*.gguf")
-    return named or any(any(directory.glob(pattern)) for pattern in patterns)
+    return any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def _directories(directory: Path) -> list[Path]:
@@ -212,39 +289,53 @@ def _directories(directory: Path) -> list[Path]:
 
 
 def _is_metadata(path: Path) -> bool:
-    return path.name.startswith("._") or path.name == "__MACOSX"  # of macOS
+    """Return whether macOS has added a file to an archive."""
+    return path.name.startswith("._") or path.name == "__MACOSX"
 
 
-def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str | None) -> Fetched:
+def _publish(current: _Current, entry: Path, source: _Source) -> Fetched:
+    """Unpack a file into a new tree, and make that the current one."""
     tree = entry / f"tree-{uuid.uuid4().hex[:12]}"
     tree.mkdir()
     try:
-        digest = hashlib.sha256()
-        with tar.open("rb") as file:
-            while expected and (block := file.read(1 << 20)):
-                digest.update(block)
-        if expected and (found := digest.hexdigest()) != expected:
-            raise ConfigurationError(
-                f"{shown} has the SHA-256 checksum {found}, not {expected}; the file or WEIGHTS_SHA256 is "
-                "wrong"
-            )
-        if gguf.has_magic(tar):
-            _copy(tar, tree / _gguf_name(shown))
+        if source.checksum is not None:
+            _check_checksum(current.file, source)
+        if gguf.has_magic(current.file):
+            _copy(current.file, tree / _gguf_name(source.shown))
         else:
-            unpack(tar, tree, shown)
+            unpack(current.file, tree, source.shown)
         files, size = _tally(tree)
         if not files:
-            raise ConfigurationError(f"{shown} contains no files; check how it was created")
+            raise ConfigurationError(f"{source.shown} contains no files; check how it was created")
     except BaseException as error:
         shutil.rmtree(tree)
-        if isinstance(error, ConfigurationError):  # others leave it to be unpacked the next time
+        # After other errors, the download is unpacked the next time.
+        if isinstance(error, ConfigurationError):
             _remove(entry, _DOWNLOAD)
         raise
-    counts = {"files": files, "bytes": size}
-    fetched = Fetched(source=shown, version=version, sha256=expected, tree=tree.name, **counts)
-    write_whole(entry / "fetched.json", fetched.model_dump_json(indent=2))
+    fetched = Fetched(
+        source=source.shown,
+        version=current.version,
+        sha256=source.checksum,
+        tree=tree.name,
+        files=files,
+        bytes=size,
+    )
+    write_whole(entry / _MARKER, fetched.model_dump_json(indent=2))
     _remove(entry, _LEFTOVERS + _DOWNLOAD, but=fetched)
     return fetched
+
+
+def _check_checksum(file: Path, source: _Source) -> None:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        for block in iter(partial(opened.read, _MEGABYTE), b""):
+            digest.update(block)
+    if digest.hexdigest() != source.checksum:
+        raise ConfigurationError(
+            f"{source.shown} has the SHA-256 checksum {digest.hexdigest()}, not {source.checksum}; the "
+            "file or WEIGHTS_SHA256 is wrong"
+        )
 
 
 def _gguf_name(shown: str) -> str:
@@ -257,13 +348,14 @@ def _copy(file: Path, copy: Path) -> None:
     """Copy a file, without taking its place on the disk again where links can be made."""
     try:
         os.link(file, copy)
-    except OSError:  # another file system, or one without links
+    except OSError:
+        # It is another file system, or one without links.
         shutil.copyfile(file, copy)
 
 
 def _read_fetched(entry: Path) -> Fetched | None:
     with suppress(OSError, ValueError):
-        fetched = Fetched.model_validate_json((entry / "fetched.json").read_bytes())
+        fetched = Fetched.model_validate_json((entry / _MARKER).read_bytes())
         # Files may have gone since: directories for temporary files are swept file by file.
         if _tally(entry / fetched.tree) == (fetched.files, fetched.bytes):
             return fetched
@@ -271,12 +363,19 @@ def _read_fetched(entry: Path) -> Fetched | None:
 
 
 def _remove(entry: Path, prefixes: tuple[str, ...], but: Fetched | None = None) -> None:
+    """Remove the files and directories whose names begin with one of the prefixes, but for one tree."""
+    kept = None if but is None else but.tree
     for path in entry.iterdir():
-        if path.name.startswith(prefixes) and path.name != (but and but.tree):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not path.name.startswith(prefixes) or path.name == kept:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _tally(tree: Path) -> tuple[int, int]:
+    """Return the number of files in a tree, and of their bytes."""
     paths = [Path(parent, name) for parent, _, names in os.walk(tree) for name in names]
     return len(paths), sum(path.lstat().st_size for path in paths)
 
@@ -291,27 +390,36 @@ def unpack(archive: Path, directory: Path, shown: str) -> None:
     try:
         with tarfile.open(archive, errorlevel=2) as tar:
             opened = True
-            tar.extractall(directory, members=_members(tar), filter="data")
+            tar.extractall(directory, members=_safe_members(tar), filter="data")
             _require_end(tar)
-        root = os.path.realpath(directory)
-        for path in directory.rglob("*"):  # the filter saw a link before those that came after it
-            if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
-                raise tarfile.FilterError(f"{path.name!r} is a link to a place outside the archive")
+        _check_links(directory)
     except tarfile.FilterError as error:
         raise ConfigurationError(
             f"{shown} is unsafe to unpack: its member {error}; recreate the tar file without it"
         ) from None
-    except (tarfile.TarError, *_LIBRARIES, *_PYTHON) as error:
+    except (tarfile.TarError, *_DECOMPRESSION_ERRORS, *_PYTHON_ERRORS) as error:
         problem = f"is truncated or damaged ({error})" if opened else _not_a_tar(archive)
         raise ConfigurationError(f"{shown} {problem}") from None
     except OSError as error:
-        if error.errno is None:  # gzip and bz2 report damage so
+        if error.errno is None:
+            # gzip and bz2 report damage by an OSError.
             raise ConfigurationError(f"{shown} is damaged ({error})") from None
         raise
 
 
-def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    # Nothing is written through a link: the filter itself once let that pass (CVE-2025-4517).
+def _check_links(directory: Path) -> None:
+    """Raise FilterError for a link out of a directory: the filter sees a link before those after it."""
+    root = os.path.realpath(directory)
+    for path in directory.rglob("*"):
+        if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
+            raise tarfile.FilterError(f"{path.name!r} is a link to a place outside the archive")
+
+
+def _safe_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar file, or raise FilterError for one that is not safe.
+
+    Nothing is written through a link: the filter itself once let that pass (CVE-2025-4517).
+    """
     links: set[PurePosixPath] = set()
     for member in tar:
         for name in (member.name, member.linkname if member.islnk() else ""):
@@ -326,13 +434,14 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _require_end(tar: tarfile.TarFile) -> None:
-    # tarfile takes a missing or damaged header for the end of the archive.
+    """Raise ReadError unless the archive has its end: tarfile takes a damaged header for the end."""
     file = tar.fileobj
     assert file is not None
     file.seek(tar.offset)
     if file.read(_BLOCK) != bytes(_BLOCK):
         raise tarfile.ReadError("no end of archive")
-    while file.read(1 << 20):  # to gzip's checksum
+    # On to the end of the file, where gzip has its checksum.
+    while file.read(_MEGABYTE):
         pass
 
 

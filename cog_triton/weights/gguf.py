@@ -28,17 +28,20 @@ logger = logging.getLogger(__name__)
 progress = logging.getLogger("cog_triton.progress")
 
 SUFFIX = ".gguf"
-# Of what a conversion makes; another one makes those in the cache anew.
+# A change of this number converts the files in the cache again.
 _REVISION = 2
 MAGIC = b"GGUF"
-_CONVERTED, _UNFINISHED = "model", "unfinished-"
-# Beside a model, files of the same form: what makes tokens of images, and statistics of a quantization.
+NAMES_SHOWN = 3
+_CONVERTED = "model"
+_UNFINISHED = "unfinished-"
+# Files of the same format that are no models: encoders of images, and statistics for quantization.
 _NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _PART = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 _PROGRESS = re.compile(r"(?P<done>\d+) of (?P<total>\d+) bytes")
 _WRITING = "writing"
-# Between two lines on the progress of a conversion: each is a line of a log file.
-TERMINAL_SECONDS, PIPE_SECONDS = 0.5, 10.0
+# The time between two lines on the progress of a conversion. In a log file, each of them stays.
+TERMINAL_SECONDS = 0.5
+PIPE_SECONDS = 10.0
 _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
@@ -98,11 +101,12 @@ def converted(file: Path, cache: Path, dtype: str = "auto") -> Path:
     """Return the directory that a GGUF file is converted to, or raise ConfigurationError.
 
     Args:
-        dtype: of the numbers; "auto" are those that transformers makes of the file's.
+        dtype: the type of the weights; with "auto", transformers chooses it.
     """
     if not has_magic(file):
         raise ConfigurationError(f"{file} is not a GGUF file or cannot be read")
-    original = file.resolve()  # in the cache of Hugging Face, a file of no name
+    # In the cache of Hugging Face, this is a file without a name.
+    original = file.resolve()
     status = original.stat()
     identity = f"gguf {_REVISION} {original} {status.st_size} {status.st_mtime_ns}"
     if dtype != "auto":
@@ -161,11 +165,9 @@ def log_progress(name: str, lines: Iterable[str]) -> None:
         if numbers is None or time.monotonic() - last < interval:
             continue
         last = time.monotonic()
-        done, total = int(numbers["done"]), int(numbers["total"])
-        progress.info(
-            "converting %s: %sB of %sB read",
-            *(name, tqdm.format_sizeof(done), tqdm.format_sizeof(total)),
-        )
+        done = tqdm.format_sizeof(int(numbers["done"]))
+        total = tqdm.format_sizeof(int(numbers["total"]))
+        progress.info("converting %s: %sB of %sB read", name, done, total)
 
 
 @contextmanager
@@ -198,15 +200,15 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
         details = read_details(file)
     except UnreadableDetailError as error:
         sys.exit(f"{error}, which transformers would ignore; use the original checkpoint instead")
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
+    # Here, because it takes seconds.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers knows the file by its suffix.
     link = directory.with_name(f"{directory.name}{SUFFIX}")
     link.symlink_to(file.resolve())
-    where = {"pretrained_model_name_or_path": str(link.parent), "gguf_file": link.name}
     with _printed_progress(total):
         model, report = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype, output_loading_info=True
+            str(link.parent), gguf_file=link.name, dtype=dtype, output_loading_info=True
         )
     _check_weights(model, report, details)
     # The weights are plain numbers now.
@@ -220,13 +222,15 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
         model.generation_config.eos_token_id = list(details.end_tokens)
     print(_WRITING, flush=True)
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(str(link.parent), gguf_file=link.name)
+    tokenizer.save_pretrained(directory)
 
 
 def scale_rope(config: Any, rope: Mapping[str, Any]) -> None:
     """Have a configuration scale the rotary embedding; the frequencies are not saved with a model."""
     parameters = dict(config.rope_parameters or {})
-    if "full_attention" in parameters:  # layers with a sliding window have other ones, never scaled
+    if "full_attention" in parameters:
+        # Layers with a sliding window have other parameters, which are never scaled.
         parameters["full_attention"] = {**parameters["full_attention"], **rope}
     else:
         parameters.update(rope)
@@ -240,8 +244,9 @@ def _check_weights(model: Any, report: Mapping[str, Any], details: Details) -> N
     """Exit with the reason if the file does not fill the model, or has weights that are ignored."""
     missing = sorted(report["missing_keys"])
     if missing:
-        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        sys.exit(f"it lacks {len(missing)} of the model's weights: {names}")
+        names = ", ".join(missing[:NAMES_SHOWN])
+        more = ", …" if len(missing) > NAMES_SHOWN else ""
+        sys.exit(f"it lacks {len(missing)} of the model's weights: {names}{more}")
     if details.has_biases and not any(name.endswith(".bias") for name in model.state_dict()):
         sys.exit(
             f"it contains biases, which transformers ignores in {model.config.model_type} models"
@@ -253,7 +258,8 @@ def check_whole(file: Path) -> int:
     import gguf
 
     try:
-        reader = gguf.GGUFReader(file)  # looks at the place of every tensor
+        # It looks at the place of every tensor.
+        reader = gguf.GGUFReader(file)
     except (ValueError, LookupError, OverflowError, MemoryError) as error:
         sys.exit(f"it is truncated or damaged ({error})")
     return sum(int(tensor.n_bytes) for tensor in reader.tensors)

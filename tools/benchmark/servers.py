@@ -16,7 +16,8 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from cog_triton.deployment.engine_choice import resolve_engine
 from cog_triton.deployment.model_files import with_files
 from cog_triton.deployment.template_variables import template_values
-from cog_triton.repository.fill import CONFIG, fill_repository, read_config
+from cog_triton.repository.fill import fill_repository, read_config
+from cog_triton.repository.render import CONFIG
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings

@@ -10,7 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.repository.fill import fill_model, fill_repository, ids_ensemble
+from cog_triton.repository.derived_models import ids_ensemble
+from cog_triton.repository.fill import fill_model, fill_repository
 from cog_triton.repository.variables import load_overrides
 from tests.unit.repository.support import TEMPLATES, VALID, fill, names, parameters, parse
 
