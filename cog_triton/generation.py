@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from cog_triton.client.responses import Response
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import Steps
 from cog_triton.protocol.log_probs import TokenLogProb
@@ -64,7 +65,8 @@ async def generate(
     """Stream the answer to a request, or raise a CogTritonError. Closing it early stops the request.
 
     Args:
-        context_length: the most tokens of prompt and output together; None if only the engine knows.
+        context_length: maximum number of tokens of prompt and output together; None if only the engine
+            knows.
         request_id: a name in Triton that no other running request has; None for a random one.
         end_tokens: those of the model; the tokenizer's alone if None.
     """
@@ -78,8 +80,6 @@ async def generate(
         inputs["end_id"] = np.array([[end_tokens.first]], np.int32)
     parameters = request_parameters(request)
     request_id = request_id or secrets.token_hex(8)
-    input_tokens = None
-    keeps_end_token = True
     # It is admitted once it has a slot.
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
     async with Steps("admission") as trace, place as slot:
@@ -88,38 +88,16 @@ async def generate(
         stream = client.stream(request_id, inputs, parameters=parameters)
         async with contextlib.aclosing(stream):
             async for response in stream:
-                begins = not output.ids
-                keeps_end_token = keeps_end_token and response.keeps_end_token
-                text, count = output.add(response.ids, keeps_end_token=response.keeps_end_token)
-                if count and begins:
+                had_ids = bool(output.ids)
+                chunk = output.add(response)
+                if chunk.ids and not had_ids:
                     trace.event("first token")
-                input_tokens = response.input_tokens or input_tokens
-                slot.used = len(output.ids) + (input_tokens or 0)
-                chunk = Chunk(
-                    text=text,
-                    output_tokens=len(output.ids),
-                    input_tokens=input_tokens,
-                    ids=tuple(response.ids[:count]),
-                    log_probs=tuple(response.log_probs[:count]),
-                    prompt_log_probs=tuple(response.prompt_log_probs),
-                )
+                slot.used = output.all_tokens
                 if response.final or output.ended:
                     break
                 yield chunk
     # Here the request has been stopped in the engine, if it did not end there by itself.
-    rest = output.rest()
-    room = min(request.max_tokens, (context_length or math.inf) - (input_tokens or 0))
-    # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    ended = output.ended or (not keeps_end_token and len(output.ids) < room)
-    stop_sequence = output.stops.matched
-    yield replace(
-        chunk,
-        text=text + rest,
-        queued=slot.waited,
-        finish_reason="stop" if ended else "length",
-        stop_sequence=stop_sequence,
-        stop_token=None if stop_sequence is not None else output.stop_token,
-    )
+    yield output.last(chunk, context_length=context_length, queued=slot.waited)
 
 
 def _end_tokens_of(tokenizer: Tokenizer) -> EndTokens:
@@ -131,25 +109,71 @@ class _Output:
     """The output of one request: its ids, up to what ends it, and their text."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_tokens: EndTokens) -> None:
+        """Begin with what another deployment or start has delivered."""
+        self.ids: list[int] = []
         self._request = request
+        self._input_tokens: int | None = None
+        # Whether an end token would be among the ids.
+        self._keeps_end_token = True
         self._end_ids = frozenset(end_tokens.for_request(request.sent_end_id))
         self._stop_ids = frozenset(request.stop_token_ids)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
         )
-        self.stops = StopSequences(request.stop_sequences)
-        # The one of stop_token_ids that ended the output.
-        self.stop_token: int | None = None
-        self.by_end_token = False
-        self.ids: list[int] = []
-        # Their text has been delivered.
-        self.add(list(request.continued_ids), keeps_end_token=True)
+        self._stops = StopSequences(request.stop_sequences)
+        # What ended it: one of the request's stop_token_ids, or an end token.
+        self._stop_token: int | None = None
+        self._by_end_token = False
+        self._add_ids(list(request.continued_ids), keeps_end_token=True)
 
     @property
     def ended(self) -> bool:
-        return self.by_end_token or self.stop_token is not None or self.stops.matched is not None
+        by_stop_token = self._stop_token is not None
+        return self._by_end_token or by_stop_token or self._stops.matched is not None
 
-    def add(self, ids: list[int], *, keeps_end_token: bool) -> tuple[str, int]:
+    @property
+    def all_tokens(self) -> int:
+        """Number of tokens of prompt and output."""
+        return len(self.ids) + (self._input_tokens or 0)
+
+    def add(self, response: Response) -> Chunk:
+        """Add the ids of a response, up to what ends the output; return what is new."""
+        keeps_end_token = response.keeps_end_token
+        self._keeps_end_token = self._keeps_end_token and keeps_end_token
+        self._input_tokens = response.input_tokens or self._input_tokens
+        text, count = self._add_ids(response.ids, keeps_end_token=keeps_end_token)
+        return Chunk(
+            text=text,
+            output_tokens=len(self.ids),
+            input_tokens=self._input_tokens,
+            ids=tuple(response.ids[:count]),
+            log_probs=tuple(response.log_probs[:count]),
+            prompt_log_probs=tuple(response.prompt_log_probs),
+        )
+
+    def last(self, chunk: Chunk, *, context_length: int | None, queued: float) -> Chunk:
+        """Return the last chunk, with the text that was held back and the reason of the end.
+
+        Args:
+            chunk: the chunk of the last response.
+            queued: seconds in the queue.
+        """
+        text = chunk.text + self._rest()
+        limit = (context_length or math.inf) - (self._input_tokens or 0)
+        was_cut_off = len(self.ids) >= min(self._request.max_tokens, limit)
+        # Where the engine leaves the end token out, an answer that was not cut off ended with it.
+        ended = self.ended or (not self._keeps_end_token and not was_cut_off)
+        stop_sequence = self._stops.matched
+        return replace(
+            chunk,
+            text=text,
+            queued=queued,
+            finish_reason="stop" if ended else "length",
+            stop_sequence=stop_sequence,
+            stop_token=None if stop_sequence is not None else self._stop_token,
+        )
+
+    def _add_ids(self, ids: list[int], *, keeps_end_token: bool) -> tuple[str, int]:
         """Add ids up to what ends the output; return their text, and how many of them count.
 
         An end token counts where it is part of every output, and not with TensorRT-LLM's C++ backend: that
@@ -166,11 +190,11 @@ class _Output:
             # An engine makes none before min_tokens. One that does not know that it is one may.
             is_end = token in self._end_ids and len(self.ids) >= self._request.min_tokens
             if not (is_stop or is_end) or self._request.include_stop:
-                text += self.stops.feed(self._detokenizer.decode([token]))
+                text += self._stops.feed(self._detokenizer.decode([token]))
             if is_stop:
-                self.stop_token = token
+                self._stop_token = token
             elif is_end:
-                self.by_end_token = True
+                self._by_end_token = True
             if not is_end or is_stop or keeps_end_token:
                 self.ids.append(token)
                 count += 1
@@ -178,11 +202,11 @@ class _Output:
                 break
         return text, count
 
-    def rest(self) -> str:
+    def _rest(self) -> str:
         """Return the text that was held back, at the end of the output."""
         text = ""
-        if self.stops.matched is None:
-            text = self.stops.feed(self._detokenizer.flush()) + self.stops.flush()
+        if self._stops.matched is None:
+            text = self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
         if self._request.include_stop:
-            text += self.stops.matched or ""
+            text += self._stops.matched or ""
         return text

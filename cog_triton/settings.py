@@ -684,15 +684,15 @@ def _misspelt(name: str, known: frozenset[str]) -> str | None:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings, or raise ConfigurationError, which names every invalid variable."""
     environ = os.environ if environ is None else environ
-    given = {name: environ[name] for name in VARIABLES if environ.get(name)}
+    values = {name: environ[name] for name in VARIABLES if environ.get(name)}
     try:
-        return Settings.model_validate(given)
+        return Settings.model_validate(values)
     except ValidationError as error:
         problems: dict[str, str] = {}
         for detail in error.errors(include_url=False):
             name = str(detail["loc"][0])
             # Of a list, the first wrong item is enough.
-            problems.setdefault(name, _problem(name, given[name], detail))
+            problems.setdefault(name, _problem(name, values[name], detail))
         text = "; ".join(problems.values())
         raise ConfigurationError(f"invalid settings: {text}") from None
 

@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     log_to(settings.log_level)
     # Streams that run at SIGTERM have as long as those of every API.
     os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", f"{settings.drain_seconds:g}")
-    with temporary_directory("cog-triton-events.") as own:
-        engine = Engine(settings, options, own)
+    with temporary_directory("cog-triton-events.") as directory:
+        engine = Engine(settings, options, directory)
         try:
             uvloop.run(Worker(engine, engine.config).run())
         finally:
