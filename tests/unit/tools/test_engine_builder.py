@@ -35,19 +35,163 @@ def load(tmp_path: Path) -> Load:
     return load
 
 
-def blocks() -> list[list[str]]:
-    text = Path(__file__).with_name("engine_commands.txt").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return [block.splitlines() for block in "\n".join(lines).strip().split("\n\n")]
-
-
-@pytest.mark.parametrize(("config", "made"), [(block[0], block[1:]) for block in blocks()])
-def test_commands(load: Load, config: str, made: list[str]) -> None:
-    loaded = load(config) if config[0] == "{" else load_config(ROOT / config)
-    text = "\n".join(shlex.join(step.command) for step in plan(loaded, Toolchain(), Path("/w")))
+def commands_of(config: EngineConfig) -> list[str]:
+    """The command lines of a build, with words for the paths."""
+    text = "\n".join(shlex.join(step.command) for step in plan(config, Toolchain(), Path("/w")))
     text = re.sub(r"/w/models/\S+", "MODEL", text)
     text = text.replace("/w/checkpoint", "CHECKPOINT").replace("/w/engine", "ENGINE")
-    assert re.sub(r"\S+/(\w+\.py)", r"\1", text).splitlines() == made
+    return re.sub(r"\S+/(\w+\.py)", r"\1", text).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("file", "commands"),
+    [
+        pytest.param(
+            "gpt2-medium.yaml",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--dtype float16"
+                ),
+                (
+                    "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE "
+                    "--gpt_attention_plugin float16 --gemm_plugin float16 --remove_input_padding "
+                    "enable --kv_cache_type paged"
+                ),
+            ],
+            id="gpt2-medium",
+        ),
+        # TensorRT-LLM backend's docs/llama.md.
+        pytest.param(
+            "llama-2-7b-tp4.yaml",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--dtype float16 --tp_size 4"
+                ),
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --gemm_plugin float16",
+            ],
+            id="llama-2-7b-tp4",
+        ),
+        # NVIDIA's guide, without --tp_size 1 --pp_size 1, which trtllm-build refuses since 0.12.
+        pytest.param(
+            "phi-3-mini-4k.yaml",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--dtype float16"
+                ),
+                (
+                    "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --gemm_plugin "
+                    "float16 --max_batch_size 8 --max_input_len 1024 --max_seq_len 2048"
+                ),
+            ],
+            id="phi-3-mini-4k",
+        ),
+        pytest.param(
+            "baichuan2-13b.yaml",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--dtype float16 --model_version v2_13b"
+                ),
+                (
+                    "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE "
+                    "--gpt_attention_plugin float16 --gemm_plugin float16 --context_fmha enable "
+                    "--remove_input_padding enable --kv_cache_type paged --max_batch_size 64 "
+                    "--max_input_len 4096 --max_seq_len 5120"
+                ),
+            ],
+            id="baichuan2-13b",
+        ),
+        # A guide's commands for 0.8, in the names of today.
+        pytest.param(
+            "codellama-13b.yaml",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--dtype float16"
+                ),
+                (
+                    "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --gemm_plugin "
+                    "float16 --gpt_attention_plugin float16 --remove_input_padding enable "
+                    "--context_fmha enable --kv_cache_type paged --max_batch_size 64 "
+                    "--max_input_len 4096 --max_seq_len 5120"
+                ),
+            ],
+            id="codellama-13b",
+        ),
+        pytest.param(
+            "llama-3.1-8b-fp8.yaml",
+            [
+                (
+                    "python3 quantize.py --model_dir MODEL --output_dir CHECKPOINT --dtype "
+                    "bfloat16 --qformat fp8 --kv_cache_dtype fp8 --calib_size 512"
+                ),
+                (
+                    "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE "
+                    "--use_paged_context_fmha enable --use_fp8_context_fmha enable "
+                    "--max_batch_size 512 --max_seq_len 8192 --max_num_tokens 8192"
+                ),
+            ],
+            id="llama-3.1-8b-fp8",
+        ),
+    ],
+)
+def test_commands_of_the_examples(file: str, commands: list[str]) -> None:
+    assert commands_of(load_config(ROOT / "examples" / "engines" / file)) == commands
+
+
+@pytest.mark.parametrize(
+    ("config", "commands"),
+    [
+        pytest.param(
+            (
+                "{model: org/m, quantization: int4_awq, awq_block_size: 64, calib_dataset: "
+                "cnn_dailymail, tp_size: 2, pp_size: 2, quantize_args: {batch_size: 8}, "
+                "build_args: {fast_build: null}}"
+            ),
+            [
+                (
+                    "python3 quantize.py --model_dir MODEL --output_dir CHECKPOINT --qformat "
+                    "int4_awq --calib_dataset cnn_dailymail --awq_block_size 64 --tp_size 2 "
+                    "--pp_size 2 --batch_size 8"
+                ),
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --fast_build",
+            ],
+            id="quantization",
+        ),
+        pytest.param(
+            "{model: google/gemma-2-9b, family: gemma, dtype: bfloat16, tp_size: 2}",
+            [
+                (
+                    "python3 convert_checkpoint.py --ckpt-type hf --model-dir MODEL "
+                    "--output-model-dir CHECKPOINT --dtype bfloat16 --world-size 2"
+                ),
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE",
+            ],
+            id="Gemma's script, whose arguments have other names",
+        ),
+        pytest.param(
+            "{model: m, checkpoint: /c, build_args: {a: , b: true, c: false, --d: [1, x], e: 0}}",
+            ["trtllm-build --checkpoint_dir /c --output_dir ENGINE --a --b --d 1 x --e 0"],
+            id="checkpoint and arguments of every kind",
+        ),
+        pytest.param(
+            "{model: org/name@main, convert_args: {load_by_shard: }}",
+            [
+                (
+                    "python3 convert_checkpoint.py --model_dir MODEL --output_dir CHECKPOINT "
+                    "--load_by_shard"
+                ),
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE",
+            ],
+            id="family that is known once the model is there",
+        ),
+    ],
+)
+def test_commands(load: Load, config: str, commands: list[str]) -> None:
+    assert commands_of(load(config)) == commands
 
 
 @pytest.mark.parametrize(

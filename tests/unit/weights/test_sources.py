@@ -207,21 +207,46 @@ def hub_error(kind: type[Exception], status: int | None = None) -> Exception:
 HTTP_LIBRARY = sys.modules[hub_errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
 NO_ROUTE = getattr(HTTP_LIBRARY, "ConnectError", None) or HTTP_LIBRARY.ConnectionError
 HUB_ERRORS = [
-    (hub_error(hub_errors.GatedRepoError, 403), "is gated: accept"),
-    (
+    pytest.param(hub_error(hub_errors.GatedRepoError, 403), "is gated: accept", id="gated"),
+    pytest.param(
         hub_error(hub_errors.RepositoryNotFoundError, 401),
         "not a local directory, and its Hugging Face repository does not exist",
+        id="no repository",
     ),
-    (hub_error(hub_errors.RevisionNotFoundError, 404), "has no such revision"),
-    (hub_error(hub_errors.HfHubHTTPError, 401), "check the token"),
-    (hub_error(hub_errors.HfHubHTTPError, 503), "answered HTTP 503"),
-    (hub_error(hub_errors.LocalEntryNotFoundError), "is unreachable or turned off"),
-    (hub_error(hub_errors.OfflineModeIsEnabled), "is unreachable or turned off"),
-    (hub_error(hub_errors.HFValidationError), "not a valid Hugging Face id"),
-    (NO_ROUTE("hf_secret"), "could not be fetched from Hugging Face: Connect(ion)?Error"),
-    (OSError(errno.ENOSPC, "hf_secret"), "not enough disk space .* HF_HOME"),
-    (OSError("hf_secret"), "could not be fetched from Hugging Face: OSError"),
-    (ValueError("hf_secret"), "could not be fetched from Hugging Face: ValueError"),
+    pytest.param(
+        hub_error(hub_errors.RevisionNotFoundError, 404), "has no such revision", id="no revision"
+    ),
+    pytest.param(hub_error(hub_errors.HfHubHTTPError, 401), "check the token", id="no access"),
+    pytest.param(hub_error(hub_errors.HfHubHTTPError, 503), "answered HTTP 503", id="status 503"),
+    pytest.param(
+        hub_error(hub_errors.LocalEntryNotFoundError),
+        "is unreachable or turned off",
+        id="not in the cache",
+    ),
+    pytest.param(
+        hub_error(hub_errors.OfflineModeIsEnabled), "is unreachable or turned off", id="offline"
+    ),
+    pytest.param(
+        hub_error(hub_errors.HFValidationError), "not a valid Hugging Face id", id="no id"
+    ),
+    pytest.param(
+        NO_ROUTE("hf_secret"),
+        "could not be fetched from Hugging Face: Connect(ion)?Error",
+        id="no route",
+    ),
+    pytest.param(
+        OSError(errno.ENOSPC, "hf_secret"), "not enough disk space .* HF_HOME", id="full disk"
+    ),
+    pytest.param(
+        OSError("hf_secret"),
+        "could not be fetched from Hugging Face: OSError",
+        id="other error of the system",
+    ),
+    pytest.param(
+        ValueError("hf_secret"),
+        "could not be fetched from Hugging Face: ValueError",
+        id="other error",
+    ),
 ]
 
 
