@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ from cog_triton import errors
 from cog_triton.errors import InvalidParameter, PromptRequired, PromptTemplateError, shown
 from cog_triton.request import limits as bounds
 from cog_triton.request.limits import TextLimits, parse_json
-from cog_triton.text import conversation, template_forms
-from cog_triton.text.conversation import TemplateTraits, WriteCall, call_as_json, fitted
+from cog_triton.text.conversation import WriteCall, call_as_json, fitted
 from cog_triton.text.template_forms import (
     TemplateForms,
+    find_forms,
     in_its_forms,
     text_of,
     with_other_arguments,
 )
+from cog_triton.text.template_traits import TemplateTraits, find_traits
 from cog_triton.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -66,25 +68,31 @@ def render_chat(
         InvalidParameter: messages or kwargs are not of that form.
         ChatTemplateError: there is no template, or it refuses them; with its words.
     """
-    template, switches = _template(tokenizer, tools=bool(tools)), dict(kwargs or {})
+    template = _template(tokenizer, tools=bool(tools))
+    switches = dict(kwargs or {})
     if not messages:
         raise PromptRequired("messages must contain at least one message")
     if len(messages) > bounds.MESSAGES or len(tools) > bounds.MESSAGES:
         raise InvalidParameter(f"messages and tools must each have at most {bounds.MESSAGES} items")
-    if switches:  # not the arguments of apply_chat_template: a user's own template is one of them
+    if switches:
+        # The arguments of apply_chat_template are refused: a template is one of them.
         taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        if own := sorted(taken & switches.keys()):
-            raise InvalidParameter(f"chat_template_kwargs must not contain {', '.join(own)}")
+        refused = sorted(taken & switches.keys())
+        if refused:
+            raise InvalidParameter(f"chat_template_kwargs must not contain {', '.join(refused)}")
     limits.check("the chat", _characters([messages, tools, switches]))
     turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if "developer" not in template:
-        turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
+        turns = [
+            {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns
+        ]
     texts = [{**turn, "content": text_of(turn["content"])} for turn in turns]
-    fitting = fitted(texts, _traits(tokenizer, template), write_call)
+    probed = _probed(tokenizer, template)
+    fitting = fitted(texts, probed.traits, write_call)
     if fitting != texts:
-        turns = fitting  # else contents keep the parts that a client made of them
-
-    forms = _forms(tokenizer, template)
+        # Otherwise, contents keep the parts that a client made of them.
+        turns = fitting
+    forms = probed.forms
     ways = [(forms, tools)]
     if any(turn.get("tool_calls") for turn in turns):
         ways.append((with_other_arguments(forms), tools))
@@ -104,7 +112,8 @@ def render_chat(
                 **switches,
             )
             break
-        except Exception as error:  # a template can raise whatever Python can
+        except Exception as error:
+            # A template can raise any exception.
             refusals.append(error)
     if prompt is None:
         raise errors.ChatTemplateError(_refusal(refusals[0])) from None
@@ -127,9 +136,9 @@ def _rendered(
     Without tools, templates mostly ask whether there are any, and some go through a list in any case.
     """
 
-    def render(given: Sequence[Mapping[str, Any]] | None) -> str:
+    def render(passed_tools: Sequence[Mapping[str, Any]] | None) -> str:
         prompt: str = tokenizer.apply_chat_template(
-            turns, tools=given, chat_template=template, tokenize=False, **options
+            turns, tools=passed_tools, chat_template=template, tokenize=False, **options
         )
         return prompt
 
@@ -177,7 +186,8 @@ def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
     except TemplateSyntaxError as error:
         raise errors.ConfigurationError(f"CHAT_TEMPLATE, line {error.lineno}: {error}") from None
     except Exception:
-        return  # a template may refuse any messages; this is about its form
+        # A template may refuse any messages. This checks its syntax.
+        return
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -187,7 +197,8 @@ def has_chat_template(tokenizer: Tokenizer) -> bool:
 
 def _find_template(tokenizer: Tokenizer, *, tools: bool) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):  # some models have another one for tools
+    if isinstance(template, dict):
+        # Some models have another template for tools.
         template = (tools and template.get("tool_use")) or template.get("default")
     return template or None
 
@@ -226,7 +237,8 @@ def _turn(name: str, message: Message) -> dict[str, Any]:
                     f"a part of type {shown(kind)} is not supported"
                 )
     turn = {**message, "content": content}
-    if isinstance(calls := message.get("tool_calls"), list):
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
         turn["tool_calls"] = [_with_object(call) for call in calls]
     return turn
 
@@ -242,26 +254,31 @@ def _with_object(call: Any) -> Any:
     return call
 
 
-@lru_cache(maxsize=8)
-def _forms(tokenizer: Tokenizer, template: str) -> TemplateForms:
-    return template_forms.probe(lambda turns: _rendered_or_none(tokenizer, template, turns))
+@dataclass(frozen=True)
+class _ProbedTemplate:
+    """What a chat template reads and accepts."""
+
+    forms: TemplateForms
+    traits: TemplateTraits
 
 
 @lru_cache(maxsize=8)
-def _traits(tokenizer: Tokenizer, template: str) -> TemplateTraits:
-    forms = _forms(tokenizer, template)
+def _probed(tokenizer: Tokenizer, template: str) -> _ProbedTemplate:
+    """Probe a template: first for its forms, and in these for the conversations that it accepts."""
+    forms = find_forms(lambda turns: _rendered_or_none(tokenizer, template, turns))
 
     def render(turns: Sequence[Message]) -> str | None:
         in_forms = [in_its_forms(turn, forms) for turn in turns]
         return _rendered_or_none(tokenizer, template, in_forms)
 
-    return conversation.probe(render)
+    return _ProbedTemplate(forms, find_traits(render))
 
 
 def _rendered_or_none(tokenizer: Tokenizer, template: str, turns: Sequence[Message]) -> str | None:
     try:
         return _rendered(tokenizer, template, turns, add_generation_prompt=True)
-    except Exception:  # whatever a template does with what it does not expect
+    except Exception:
+        # A template may raise anything for what it does not expect.
         return None
 
 
@@ -280,7 +297,8 @@ def format_prompt(
     fillings = {**_LITERALS, "{prompt}": prompt, "{system_prompt}": system_prompt}
     fields = validate_template(template).items()
     growth = sum((len(fillings[field]) - len(field)) * count for field, count in fields)
-    limits.check("the prompt in its template", len(template) + growth)  # before there is one
+    # Before the text is made.
+    limits.check("the prompt in its template", len(template) + growth)
     return _BRACES.sub(lambda match: fillings[match[0]], template)
 
 
@@ -297,8 +315,11 @@ def validate_template(template: str) -> Counter[str]:
     unknown = [repr(shown(field)) for field in fields if field in unusable and len(field) > 1]
     if len(unknown) > 3:
         unknown[3:] = [f"and {len(unknown) - 3} more"]
-    problems = ["unknown placeholders: " + ", ".join(unknown)] if unknown else []
-    if single := [repr(brace) for brace in fields if brace in unusable and len(brace) == 1]:
+    single = [repr(brace) for brace in fields if brace in unusable and len(brace) == 1]
+    problems = []
+    if unknown:
+        problems.append("unknown placeholders: " + ", ".join(unknown))
+    if single:
         problems.append("unbalanced braces: " + " and ".join(single))
     if problems:
         raise PromptTemplateError(

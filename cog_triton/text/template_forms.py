@@ -2,8 +2,7 @@
 
 Some templates print a content as a text, others go through its parts, and some do both. Some write the
 arguments of a call as JSON by themselves, others join a text. Each reads earlier thoughts by a name of its
-choice. No template says which, so each is asked by
-small conversations: a form that it reads leaves its text in the prompt.
+choice.
 """
 
 import json
@@ -11,19 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-Turn = dict[str, Any]
-# Renders turns by the template, or returns None where the template refuses them.
-Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+from cog_triton.text.template_probe import (
+    ARGUMENT,
+    Render,
+    Turn,
+    calling_turn,
+    result_turn,
+    shows,
+    turn,
+)
 
 _TEXT = "The text of a content"
-_NAME = "name_of_a_function"
-_ARGUMENT = "name_of_an_argument"
 _VALUE = "value_of_an_argument"
 _THOUGHT = "The text of a thought"
-_CALL_ID = "abcdefgh1"
+_RESULT = "Done"
 
-THOUGHTS = "reasoning_content"  # the name by which a turn comes with its thoughts
-# Names by which chat templates read thoughts: Qwen's; Solar's; gpt-oss's; Apriel's.
+# The name under which a turn comes with its thoughts.
+THOUGHTS = "reasoning_content"
+# The names by which chat templates read thoughts: Qwen's; Solar's; gpt-oss's; Apriel's.
 _THOUGHT_NAMES = (THOUGHTS, "reasoning", "thinking", "thought")
 
 
@@ -41,15 +45,22 @@ class ContentForms:
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """All forms that a template reads."""
+    """All forms that a template reads.
+
+    Attributes:
+        arguments_as_text: the arguments of calls must be texts.
+        arguments_as_object: the arguments of calls must be objects.
+        thoughts: the names by which it reads thoughts; none if it shows no thoughts.
+        text_beside_thoughts: it accepts a turn with thoughts, a text and calls.
+    """
 
     system: ContentForms
     user: ContentForms
     assistant: ContentForms
-    arguments_as_text: bool = False  # of calls; not as objects
-    arguments_as_object: bool = False  # of calls; not as texts
-    thoughts: tuple[str, ...] = ()  # the names by which it reads them; none if it shows no thoughts
-    text_beside_thoughts: bool = True  # it takes a turn with thoughts, a text and calls
+    arguments_as_text: bool = False
+    arguments_as_object: bool = False
+    thoughts: tuple[str, ...] = ()
+    text_beside_thoughts: bool = True
 
     def of_role(self, role: str) -> ContentForms:
         forms = {"system": self.system, "developer": self.system, "assistant": self.assistant}
@@ -57,17 +68,16 @@ class TemplateForms:
         return found if found.any else self.user
 
 
-def probe(render: Render) -> TemplateForms:
+def find_forms(render: Render) -> TemplateForms:
     """Find out which forms a template reads."""
-    user = _content_forms(render, lambda content: [{"role": "user", "content": content}])
-    other = _content("Hello", user)
-    question = {"role": "user", "content": other}
+    user = _content_forms(render, lambda content: [turn("user", content)])
+    question = turn("user", _content("Hello", user))
     thoughts = _thought_names(render, question)
     return TemplateForms(
-        system=_content_forms(render, lambda content: [_turn("system", content), question]),
+        system=_content_forms(render, lambda content: [turn("system", content), question]),
         user=user if user.any else ContentForms(),
         assistant=_content_forms(
-            render, lambda content: [question, _turn("assistant", content), question]
+            render, lambda content: [question, turn("assistant", content), question]
         ),
         arguments_as_text=_reads_arguments_as_text(render, question),
         arguments_as_object=_reads_arguments_as_object(render, question),
@@ -76,20 +86,15 @@ def probe(render: Render) -> TemplateForms:
     )
 
 
-def _turn(role: str, content: Any) -> Turn:
-    return {"role": role, "content": content}
-
-
 def _content_forms(render: Render, conversation: Callable[[Any], list[Turn]]) -> ContentForms:
-    as_text = render(conversation(_TEXT))
     as_parts = render(conversation([{"type": "text", "text": _TEXT}]))
     return ContentForms(
-        texts=as_text is not None and _TEXT in as_text,
-        parts=as_parts is not None and _TEXT in as_parts and not _shows_parts(as_parts),
+        texts=shows(render, conversation(_TEXT), _TEXT),
+        parts=as_parts is not None and _TEXT in as_parts and not _prints_parts(as_parts),
     )
 
 
-def _shows_parts(prompt: str) -> bool:
+def _prints_parts(prompt: str) -> bool:
     """Return whether a template printed the list of parts as it prints a text."""
     return f"'text': '{_TEXT}'" in prompt or f'"text": "{_TEXT}"' in prompt
 
@@ -97,33 +102,24 @@ def _shows_parts(prompt: str) -> bool:
 def _reads_arguments_as_text(render: Render, question: Turn) -> bool:
     """Return whether a call's arguments come out as JSON only if the template gets them as a text."""
 
-    def keeps(arguments: Any) -> bool:
-        prompt = _with_call(render, question, arguments)
+    def keeps(*, as_text: bool) -> bool:
+        prompt = render([question, calling_turn(_VALUE, as_text=as_text)])
         if prompt is None or _VALUE not in prompt:
             return False
-        printed_object = f"{{'{_ARGUMENT}': '{_VALUE}'}}" in prompt
-        quoted_text = f'{{\\"{_ARGUMENT}\\"' in prompt
+        printed_object = f"{{'{ARGUMENT}': '{_VALUE}'}}" in prompt
+        quoted_text = f'{{\\"{ARGUMENT}\\"' in prompt
         return not printed_object and not quoted_text
 
-    arguments = {_ARGUMENT: _VALUE}
-    return not keeps(arguments) and keeps(json.dumps(arguments))
+    return not keeps(as_text=False) and keeps(as_text=True)
 
 
 def _reads_arguments_as_object(render: Render, question: Turn) -> bool:
-    """Return whether a template fails, or loses a call's arguments, where they are a text."""
-    arguments = {_ARGUMENT: _VALUE}
-    from_object = _with_call(render, question, arguments)
-    from_text = _with_call(render, question, json.dumps(arguments))
+    """Return whether a template fails, or loses a call's arguments, if they are a text."""
+    from_object = render([question, calling_turn(_VALUE, as_text=False)])
+    from_text = render([question, calling_turn(_VALUE, as_text=True)])
     if from_object is None:
         return False
     return from_text is None or (_VALUE in from_object and _VALUE not in from_text)
-
-
-def _with_call(render: Render, question: Turn, arguments: Any) -> str | None:
-    """Return the prompt with a call; None where the template refuses it."""
-    function = {"name": _NAME, "arguments": arguments}
-    call = {"id": _CALL_ID, "type": "function", "function": function}
-    return render([question, {**_turn("assistant", ""), "tool_calls": [call]}])
 
 
 def _thought_names(render: Render, question: Turn) -> tuple[str, ...]:
@@ -144,45 +140,38 @@ def _places_with_thoughts(render: Render, question: Turn, name: str) -> set[int]
     The thoughts are those of a last turn, of an earlier one, and of a call: many templates leave some out.
     """
     thoughts = {name: _THOUGHT}
-    answer = {**_turn("assistant", _TEXT), **thoughts}
+    answer = {**turn("assistant", _TEXT), **thoughts}
     conversations = [[question, answer], [question, answer, question]]
-    for arguments in _argument_forms():
-        conversations.append([question, *_called(arguments, "", thoughts)])
-    prompts = map(render, conversations)
+    for as_text in (False, True):
+        call = calling_turn(_VALUE, as_text=as_text, thoughts=thoughts)
+        conversations.append([question, call, result_turn(_RESULT)])
     return {
-        place for place, prompt in enumerate(prompts) if prompt is not None and _THOUGHT in prompt
+        place
+        for place, conversation in enumerate(conversations)
+        if shows(render, conversation, _THOUGHT)
     }
 
 
-def _argument_forms() -> tuple[Any, Any]:
-    arguments = {_ARGUMENT: _VALUE}
-    return arguments, json.dumps(arguments)
-
-
-def _called(arguments: Any, content: str, thoughts: Mapping[str, str]) -> list[Turn]:
-    """Return an assistant's call behind thoughts, and its result."""
-    function = {"name": _NAME, "arguments": arguments}
-    call = {"id": _CALL_ID, "type": "function", "function": function}
-    result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": "Done"}
-    return [{**_turn("assistant", content), **thoughts, "tool_calls": [call]}, result]
-
-
 def _takes_text_beside_thoughts(render: Render, question: Turn, names: Sequence[str]) -> bool:
-    """Return whether a template takes thoughts in a turn of calls that has a text as well."""
+    """Return whether a template accepts thoughts in a turn of calls that has a text as well."""
     thoughts = dict.fromkeys(names, _THOUGHT)
-    for arguments in _argument_forms():
-        alone = render([question, *_called(arguments, "", thoughts)])
-        beside = render([question, *_called(arguments, _TEXT, thoughts)])
-        if alone is not None and beside is None:
+    result = result_turn(_RESULT)
+    for as_text in (False, True):
+        alone = calling_turn(_VALUE, as_text=as_text, thoughts=thoughts)
+        beside = calling_turn(_VALUE, as_text=as_text, thoughts=thoughts, content=_TEXT)
+        if shows(render, [question, alone, result]) and not shows(
+            render, [question, beside, result]
+        ):
             return False
     return True
 
 
-def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
+def in_its_forms(message: Mapping[str, Any], forms: TemplateForms) -> Turn:
     """Return a turn with its content, thoughts and calls in forms that the template reads."""
-    turn = _with_named_thoughts(turn, forms)
-    result = {**turn, "content": _content(turn["content"], forms.of_role(turn["role"]))}
-    calls = turn.get("tool_calls")
+    message = _with_named_thoughts(message, forms)
+    content = _content(message["content"], forms.of_role(message["role"]))
+    result = {**message, "content": content}
+    calls = message.get("tool_calls")
     if isinstance(calls, list) and forms.arguments_as_text:
         result["tool_calls"] = [_with_text(call) for call in calls]
     elif isinstance(calls, list) and forms.arguments_as_object:
@@ -190,19 +179,19 @@ def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
     return result
 
 
-def _with_named_thoughts(turn: Mapping[str, Any], forms: TemplateForms) -> Mapping[str, Any]:
+def _with_named_thoughts(message: Mapping[str, Any], forms: TemplateForms) -> Mapping[str, Any]:
     """Return a turn with its thoughts under the names that the template reads.
 
     A template may refuse a text beside them in a turn of calls, as gpt-oss's does. It then follows them.
     """
-    thoughts = turn.get(THOUGHTS)
+    thoughts = message.get(THOUGHTS)
     if not isinstance(thoughts, str) or not thoughts or not forms.thoughts:
-        return turn
-    content = turn["content"]
-    if turn.get("tool_calls") and not forms.text_beside_thoughts:
+        return message
+    content = message["content"]
+    if message.get("tool_calls") and not forms.text_beside_thoughts:
         thoughts = "\n\n".join(text for text in (thoughts, text_of(content)) if text)
         content = ""
-    return {**turn, "content": content, **dict.fromkeys(forms.thoughts, thoughts)}
+    return {**message, "content": content, **dict.fromkeys(forms.thoughts, thoughts)}
 
 
 def with_other_arguments(forms: TemplateForms) -> TemplateForms:

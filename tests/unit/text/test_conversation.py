@@ -7,7 +7,8 @@ import jinja2
 import jinja2.sandbox
 import pytest
 
-from cog_triton.text.conversation import TemplateTraits, fitted, probe
+from cog_triton.text.conversation import fitted
+from cog_triton.text.template_traits import TemplateTraits, find_traits
 
 CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments }}]{% endfor %}"
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALLS + "{% endfor %}"
@@ -88,7 +89,7 @@ def renderer(template: str) -> Any:
 
 def rendered(template: str, turns: list[dict[str, Any]]) -> str | None:
     render = renderer(template)
-    prompt: str | None = render(fitted(turns, probe(render)))
+    prompt: str | None = render(fitted(turns, find_traits(render)))
     return prompt
 
 
@@ -132,7 +133,7 @@ def test_a_template_that_takes_everything_gets_everything_as_it_is() -> None:
         system("e"),
         *called("long_id_of_a_call"),
     ]
-    assert probe(renderer(PLAIN)) == TemplateTraits()
+    assert find_traits(renderer(PLAIN)) == TemplateTraits()
     assert fitted(turns, TemplateTraits()) == turns
 
 
@@ -233,7 +234,7 @@ def test_turns_that_a_template_has_no_place_for(
 
 
 def test_ids_of_another_server_are_shortened_alike_in_calls_and_results() -> None:
-    traits = probe(renderer(ALTERNATES))
+    traits = find_traits(renderer(ALTERNATES))
     assert not traits.calls.long_ids
     _, call, result = fitted([user("a"), *called("call_0123456789abcdef")], traits)
     assert call["tool_calls"][0]["id"] == result["tool_call_id"]
@@ -256,4 +257,4 @@ def test_what_was_handed_in_stays_as_it_is() -> None:
 
 
 def test_a_template_that_cannot_be_asked_is_taken_to_accept_everything() -> None:
-    assert probe(lambda _: None) == TemplateTraits()
+    assert find_traits(lambda _: None) == TemplateTraits()
