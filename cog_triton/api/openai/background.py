@@ -197,7 +197,7 @@ class BackgroundResponses(Jobs[ActiveResponse]):
             return  # deleted
         try:
             run = await self.run_of(row)
-        except (ApiError, UserError) as error:  # its request cannot be made here
+        except (ApiError, UserError) as error:  # this process cannot make its request
             await self.give_up(id, error.message)
             return
         served = self._served
@@ -322,7 +322,7 @@ class BackgroundResponses(Jobs[ActiveResponse]):
                 return
             elif local is not None:
                 await changed.wait()
-                followed = None  # what it has may not all be written
+                followed = None  # it may have events that are not written yet
             elif self._served.draining or not may_continue:
                 return
             else:

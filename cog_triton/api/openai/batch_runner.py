@@ -41,11 +41,11 @@ from cog_triton.api.openai.storage.storage import Storage
 from cog_triton.errors import JournalUnavailable
 
 logger = logging.getLogger(__name__)
-MAX_BATCHES = 8  # at once
-MAX_BATCHES_OF_KEY = 4  # where there are several keys
-MAX_ATTEMPTS = 5  # at a line, while the server is healthy
+MAX_BATCHES = 8  # batches that run at once
+MAX_BATCHES_OF_KEY = 4  # those of one key, if there are several keys
+MAX_ATTEMPTS = 5  # how often a line is tried while the server is healthy
 LONGEST_PAUSE = 30.0
-ERRORS_AT_ONCE = 100  # that are written together, because other writes wait meanwhile
+ERRORS_AT_ONCE = 100  # errors that are written together; other writes wait meanwhile
 JSON = {"content-type": "application/json"}
 STORAGE_ERROR = BatchError(
     code=STORAGE_LIMIT_EXCEEDED,
@@ -88,7 +88,7 @@ class Places:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._taken:  # by lines that were cancelled
+        while self._taken:  # lines that were cancelled have not released theirs
             self.release()
 
     async def acquire(self) -> None:
@@ -115,11 +115,11 @@ class Runner(Jobs[ActiveBatch]):
         self._served = served
         self._files = storage.files
         self._batches = storage.batches
-        self._scopes: dict[str, anyio.CancelScope] = {}  # of the batches that run
+        self._scopes: dict[str, anyio.CancelScope] = {}  # by the ids of the batches that run
         # As many lines again as can run are being prepared or written, of all batches together: lines that
         # are ready at the same moment keep the event loop from other requests.
         self._shared_places = asyncio.Semaphore(2 * served.backend.admission.max_running)
-        self._pace = LoopPace()  # at which lines begin
+        self._pace = LoopPace()  # the pace at which lines begin
         self._checking = asyncio.Lock()  # the input of one batch is checked after the other
         self._full: set[str] = set()  # batches whose keys have reached their storage limit
 
@@ -164,7 +164,7 @@ class Runner(Jobs[ActiveBatch]):
             return "completed"
         if batch.expires <= self._journal.now():
             return "expired"
-        return "failed"  # its key was removed
+        return "failed"  # the batch's key was removed
 
     async def give_up(self, id: str, reason: str) -> None:
         batch = await self._batches.running(id)

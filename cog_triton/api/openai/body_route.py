@@ -33,7 +33,7 @@ class BodyRoute(APIRoute):
             try:
                 raw = await request.body()
             except ClientDisconnect:
-                return Response(status_code=CLIENT_GONE)  # for the log; nobody reads it
+                return Response(status_code=CLIENT_GONE)  # only the log sees it
             kind = request.headers.get("content-type")
             if not kind:
                 raise invalid(NEEDS_OBJECT)
@@ -44,7 +44,7 @@ class BodyRoute(APIRoute):
             served = request.app.state.served
             body = await bodies.off_loop(len(raw), validated, raw, model, served)
             current().names = body.names()
-            request._json = body  # which FastAPI reads, and pydantic takes as it is
+            request._json = body  # FastAPI reads this, and pydantic takes an instance as it is
             return await handler(request)
 
         return handle
@@ -52,4 +52,6 @@ class BodyRoute(APIRoute):
 
 async def off_loop(function: Callable[..., _T], *args: Any) -> _T:
     """Call a function that prepares the current request, in a thread if its body is large."""
-    return await asyncio.to_thread(function, *args) if current().large else function(*args)
+    if current().large:
+        return await asyncio.to_thread(function, *args)
+    return function(*args)

@@ -29,12 +29,12 @@ from cog_triton.web.bodies import BadBody
 
 INVALID = "invalid_request_error"
 SERVER_ERROR = "server_error"
-RETRY_SECONDS = 5  # of those who ask while there is no server to answer
-CLIENT_GONE = 499
+RETRY_SECONDS = 5  # after which clients may ask again while there is no server to answer
+CLIENT_GONE = 499  # the status in the log of a request whose client has left
 MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
 PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
-LOGGED_CHARACTERS = 300  # of an error's text
-# Types of errors of Anthropic's API, by the status; the others are api_error.
+LOGGED_CHARACTERS = 300  # how much of an error's text is logged
+# The types of errors in Anthropic's API, by status; for any other status it is api_error.
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,7 +47,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# The names that OpenAI's requests have for those in the texts of errors.
+# Names in the texts of errors, and what OpenAI's requests call them.
 _OPENAI_NAMES = {
     "stop_sequences": "stop",
     "log_probs": "logprobs",
@@ -58,7 +58,7 @@ _OPENAI_NAMES = {
 _ROUTE_CODES = {404: "unknown_url", 405: "method_not_supported"}
 # What an error's text quotes of a request. A name of a model or a field is not of a prompt.
 _QUOTED = re.compile(r"(?P<quote>[\"'`])(?P<text>.*?)(?P=quote)", re.DOTALL)
-# In TensorRT-LLM's text, and in that of ``prompt_too_long``.
+# The counts in TensorRT-LLM's text, or in that of ``prompt_too_long``.
 _TOKEN_COUNTS = re.compile(
     r"(?P<tokens>\d+)"
     r"(?:\) exceeds maximum input length \(| tokens, but this model's maximum context length is )"
@@ -71,15 +71,20 @@ _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
 
 @dataclass
 class ApiError(Exception):
-    """An error as a client reads it."""
+    """An error as a client reads it.
+
+    Attributes:
+        param: the field of the request that is at fault.
+        log_message: logged in place of the message, if that has some of a prompt's text.
+    """
 
     status: int
     message: str
     type: str = INVALID
-    param: str | None = None  # the field of the request that is at fault
+    param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    log_message: str | None = None  # in place of the message in the log
+    log_message: str | None = None
 
     def __post_init__(self) -> None:
         # They may have some of the request in them, which may not be Unicode.

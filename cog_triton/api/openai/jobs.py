@@ -48,12 +48,12 @@ class RetryPolicy:
     """When a job whose task has failed is tried again in this process.
 
     - The first pause is a second; each further one is twice as long, up to a minute.
-    - After five failures the job is given up, and ends as failed.
+    - After five failures the job is abandoned, and ends as failed.
     - A journal that is not available is waited for, however long that takes.
     """
 
     failures: int = 0
-    again_at: float = 0.0  # on the monotonic clock
+    again_at: float = 0.0  # a time of the monotonic clock
     error: BaseException | None = None
 
     def on_failure(self, error: BaseException) -> None:
@@ -64,7 +64,7 @@ class RetryPolicy:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job is given up."""
+        """Whether the job is not tried again."""
         return self.failures >= MAX_ATTEMPTS and not isinstance(self.error, JournalUnavailable)
 
 
@@ -101,7 +101,7 @@ class Jobs(ABC, Generic[JobT]):
         self._limit = limit
         self._limit_of_key = limit_of_key
         self._retries: dict[str, RetryPolicy] = {}
-        self._owners: dict[str, str] = {}  # of the tasks
+        self._owners: dict[str, str] = {}  # by the ids of the rows that run
 
     @abstractmethod
     async def run(self, id: str) -> None:

@@ -3,11 +3,11 @@
 import asyncio
 import time
 
-SLICE_SECONDS = 0.002  # of a thread's work before a rest
-RESTS_PER_WORK = 3.0  # a rest is so many times as long as the work before it
+SLICE_SECONDS = 0.002  # how long a thread works before a rest
+RESTS_PER_WORK = 3.0  # how many times longer a rest is than the work before it
 FREE_ROUND_SECONDS = 0.01  # a round of the event loop that takes no longer means that it is free
 LOOK_SECONDS = 0.001  # between two looks whether it is
-LONGEST_WAIT = 0.5  # for a free event loop; then work goes on slowly
+LONGEST_WAIT = 0.5  # seconds to wait for a free event loop
 
 
 class ThreadPace:

@@ -23,7 +23,8 @@ _HEADERS = {
 _ISOLATION = ("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
 
 DOCS_PATH = "/docs"
-SCRIPT_PATH, STYLE_PATH = f"{DOCS_PATH}/swagger-ui-bundle.js", f"{DOCS_PATH}/swagger-ui.css"
+SCRIPT_PATH = f"{DOCS_PATH}/swagger-ui-bundle.js"
+STYLE_PATH = f"{DOCS_PATH}/swagger-ui.css"
 # The addresses are relative, so that they hold behind a proxy's path, too.
 DOCS_PAGE = """<!doctype html>
 <html lang="en">

@@ -12,7 +12,9 @@ from starlette.responses import Response
 from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.errors import shown
 
-_NUMBER = re.compile(r"0*([0-9]{1,9})")  # of ASCII digits; int() takes those of other scripts
+_NUMBER = re.compile(
+    r"0*([0-9]{1,9})"
+)  # ASCII digits only; int() also takes those of other scripts
 _ORDERS = ("asc", "desc")
 RowT = TypeVar("RowT")
 
@@ -48,15 +50,15 @@ def unknown_cursor(after: str) -> ApiError:
     )
 
 
-def page_limit(query: Mapping[str, str], default: int, most: int) -> int:
+def page_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
     """Return how many objects a query asks for, or raise OpenAI's 400."""
     text = query.get("limit")
     if text is None:
         return default
     number = _NUMBER.fullmatch(text)
     limit = int(number[1]) if number else 0
-    if not 1 <= limit <= most:
-        raise invalid(f"limit must be a number between 1 and {most}", "limit", "invalid_value")
+    if not 1 <= limit <= maximum:
+        raise invalid(f"limit must be a number between 1 and {maximum}", "limit", "invalid_value")
     return limit
 
 

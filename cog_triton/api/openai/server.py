@@ -37,7 +37,7 @@ from cog_triton.web import server as web
 from cog_triton.web.origin import access_rule
 
 logger = logging.getLogger(__name__)
-FORM_BYTES = 1 << 16  # around an uploaded file
+FORM_BYTES = 1 << 16  # what a form may have beside its file
 _REFUSAL_CODES = {403: "forbidden", 413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
@@ -45,7 +45,7 @@ def run(host: str, port: int, endpoint: str | None, triton_model: str) -> int:
     """Serve until a signal comes; return the exit status. Without an ``endpoint``, a Triton is started."""
     settings = read_settings()
     log_to(settings.log_level)
-    configured_keys(settings)  # what is wrong with them comes before a download
+    configured_keys(settings)  # a mistake in them is reported before a download
     # Clients of openai_trtllm know a Triton's model by its name there.
     names = served_names(settings, otherwise=triton_model if endpoint else None)
     return uvloop.run(_serve(settings, names, endpoint, triton_model, bind(host, port)))
@@ -95,7 +95,7 @@ class Embedded:
     def __init__(self, settings: Settings, busy: Callable[[bool], object]) -> None:
         """Take OPENAI_PORT before anything slow is begun, or raise ConfigurationError."""
         configured_keys(settings)
-        self.settings = with_fixed_port(settings)  # those of its deployment
+        self.settings = with_fixed_port(settings)  # for its deployment
         self._busy = busy
         self._tasks = BackgroundTasks()
         self._listener = bind(settings.openai_host, settings.openai_port or 0, "OPENAI_PORT: ")
@@ -114,7 +114,7 @@ class Embedded:
 
     async def _run(self) -> None:
         if isinstance(self._server, Workers):
-            self._busy(True)  # until they have ended, which they do when nothing runs in them
+            self._busy(True)  # until they have ended; they end when nothing runs in them
         await self._server.run(lambda: logger.info("OpenAI's API: its processes are ready"))
         self._listener.close()
         self._busy(False)
@@ -146,8 +146,10 @@ class InProcess:
     def __init__(self, served: Served, listener: socket.socket) -> None:
         settings = served.settings
         uploads = {b"/v1/files": settings.max_file_bytes + FORM_BYTES}
-        seconds, app = settings.receive_timeout, create_app(served)
-        limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
+        app = create_app(served)
+        limits = web.Limits(
+            settings.max_request_bytes, request_seconds=settings.receive_timeout, uploads=uploads
+        )
         access = access_rule(
             listener,
             hosts=settings.allowed_hosts,
@@ -161,7 +163,7 @@ class InProcess:
         self._batches: Runner | None = None
         if served.storage is not None:
             self._batches = Runner(app, served, served.storage)
-        self._ending: list[asyncio.Future[Any]] = []  # of batches that were told to end
+        self._ending: list[asyncio.Future[Any]] = []  # batches that are stopping
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
@@ -185,7 +187,7 @@ class InProcess:
         if self._background is not None:
             self._background.closed = True
         if self._batches is not None:
-            self._ending.append(self._batches.stop())  # the next process goes on
+            self._ending.append(self._batches.stop())  # the next process continues with them
 
     def stop(self) -> None:
         """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
@@ -219,7 +221,7 @@ async def run_until_signal(
 ) -> int:
     """Run a server until a signal; return 0, 130 after Ctrl-C, 1 if it ended. A second one kills it."""
     gc.collect()
-    gc.freeze()  # what is alive now stays so: full collections need not go through it
+    gc.freeze()  # what lives now lives on, so full collections need not look at it
     loop = asyncio.get_running_loop()
     received: list[int] = []
 

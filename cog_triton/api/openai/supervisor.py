@@ -151,7 +151,7 @@ class Workers:
         """Serve until stopped; call ``ready`` once all workers accept requests."""
         with temporary_directory("cog-triton-metrics.") as metrics_directory:
             configs = [self.config(n, Path(metrics_directory)) for n in range(self._count)]
-            tasks = [asyncio.create_task(self._keep_running(own, ready)) for own in configs]
+            tasks = [asyncio.create_task(self._keep_running(config, ready)) for config in configs]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self.stop()
             await asyncio.gather(*tasks)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cog_triton.api.openai.chats.sampling import sampling
 from cog_triton.api.openai.errors import invalid
-from cog_triton.api.openai.schemas.completions import ANSWERS, CompletionBody
+from cog_triton.api.openai.schemas.completions import MAX_ANSWERS, CompletionBody
 from cog_triton.api.openai.served import Served
 from cog_triton.errors import prompt_too_long
 from cog_triton.request.limits import UNKNOWN_TOKENS
@@ -21,8 +21,8 @@ def prompt_requests(body: CompletionBody, served: Served) -> list[Request]:
         raise invalid("prompt must not be an empty list", "prompt")
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts: Any = [body.prompt] if is_single else body.prompt
-    if len(prompts) * (body.n or 1) > ANSWERS:
-        raise invalid(f"prompt and n must ask for at most {ANSWERS} answers", "prompt")
+    if len(prompts) * (body.n or 1) > MAX_ANSWERS:
+        raise invalid(f"prompt and n must ask for at most {MAX_ANSWERS} answers", "prompt")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # engines make one token at least

@@ -147,7 +147,8 @@ def _leave_out(body: AnyMessagesBody, what: str) -> None:
 def chat_messages(body: AnyMessagesBody) -> list[dict[str, Any]]:
     """Return the messages of a chat: the system's text, and those of the turns, which may make several."""
     messages: list[dict[str, Any]] = []
-    if system := _system_text(body):
+    system = _system_text(body)
+    if system:
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(_combined(body.messages)):
         messages += _messages(body, turn.role, _blocks(turn.content), f"messages[{number}].content")

@@ -40,7 +40,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     for name in included:
         if name not in INCLUDED:
             body.leave_out(f"include {name}")
-    if not (messages := chat_messages(body)):
+    messages = chat_messages(body)
+    if not messages:
         raise invalid("input must not be empty", "input")
     chat = body.model_dump(include={*AnswerBody.model_fields, *_SAME}) | {"messages": messages}
     chat["max_completion_tokens"] = body.max_output_tokens
@@ -50,7 +51,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     chat["tool_choice"] = _tool_choice(body, offers_tools=bool(chat["tools"]))
     if body.truncation == "auto":  # a conversation that is too long is refused
         body.leave_out("truncation auto")
-    if body.text and (format := body.text.format):
+    format = body.text.format if body.text else None
+    if format is not None:
         if format.type == "json_schema" and format.schema_ is None:
             raise invalid("text.format must have a schema", "text")
         chat["response_format"] = {"type": format.type, "json_schema": {"schema": format.schema_}}

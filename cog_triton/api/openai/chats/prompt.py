@@ -14,7 +14,7 @@ from cog_triton.text.chat import render_chat
 from cog_triton.text.conversation import call_as_json
 from cog_triton.text.tokenizer import Tokenizer
 
-THINKING_SWITCH = "enable_thinking"  # in most templates
+THINKING_SWITCH = "enable_thinking"  # what most chat templates call it
 
 
 def chat_prompt(body: ChatBody | TokenizeBody, served: Served) -> str:

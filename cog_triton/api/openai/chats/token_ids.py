@@ -11,7 +11,7 @@ from cog_triton.errors import is_unicode
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Request
 
-WHOLE_CONTEXT = -1  # as ``truncate_prompt_tokens``: what the context has room for
+WHOLE_CONTEXT = -1  # the value of ``truncate_prompt_tokens`` for all that the context has room for
 
 
 async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:

@@ -19,20 +19,25 @@ from cog_triton.api.openai.served import Served
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 
-MOST_VALUES_ON_LOOP = 2000  # of a whole response that is made without a thread
+MAX_VALUES_ON_LOOP = 2000  # a response with more is written in a thread
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class Answering(Response):
-    """The response that a writer makes of the answers to requests; its client's end ends these."""
+    """The response that a writer makes of the answers to requests. If its client leaves, they end.
+
+    Attributes:
+        started: whether the status has been sent.
+        ended: awaited before the end of the response is sent.
+    """
 
     served: Served
     body_of_request: AnswerBody
     writer: Writer
     requests: Sequence[Request]
     started: bool = False
-    ended: Callable[[], Awaitable[None]] | None = None  # awaited before the end is sent
+    ended: Callable[[], Awaitable[None]] | None = None
     background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +55,7 @@ class Answering(Response):
             await asyncio.wait((answer,))
         if not answer.cancelled():
             answer.result()
-        elif not self.started:  # for those who count responses; nobody reads it
+        elif not self.started:  # so that the log has a status; nobody reads it
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +67,7 @@ class Answering(Response):
             async with contextlib.aclosing(self._chunks()) as chunks:
                 async for number, chunk in chunks:
                     answers[number].append(chunk)
-            run = asyncio.to_thread if _values_of(answers) > MOST_VALUES_ON_LOOP else _at_once
+            run = asyncio.to_thread if _values_of(answers) > MAX_VALUES_ON_LOOP else _at_once
             whole = await run(self.writer.whole, answers)
             if self.ended:
                 await self.ended()

@@ -46,11 +46,11 @@ class ChatChoice(PromptAndEnd):
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         if self._is_plain and not chunk.log_probs and chunk.finish_reason is None:
-            # The way of most tokens, which is short.
+            # Most tokens take this short way.
             return [self._piece({"content": chunk.text})] if chunk.text else []
         pieces = [self._piece(delta) for delta in self._deltas(chunk)]
         about_tokens = self._about_tokens(chunk)
-        if about_tokens:  # with the first piece: no token is in two
+        if about_tokens:  # they go with the first piece, so that no token is reported twice
             pieces = pieces or [self._piece({"content": ""})]
             pieces[0] |= about_tokens
         if chunk.finish_reason is not None:
@@ -124,7 +124,7 @@ class ChatChoice(PromptAndEnd):
 
     def _ended(self, chunk: Chunk) -> Piece:
         ended = super()._ended(chunk)
-        # Of a call that was forced by its name, OpenAI says stop.
+        # OpenAI says stop for a call that was forced by its name.
         is_call = self._parser.ends_with_calls and not self._is_named
         if is_call and chunk.finish_reason == "stop":
             ended["finish_reason"] = "tool_calls"

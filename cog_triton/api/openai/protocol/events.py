@@ -8,7 +8,7 @@ import orjson
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # for a proxy in between
+    "x-accel-buffering": "no",  # asks a proxy to pass each event on at once
 }
 DONE = b"data: [DONE]\n\n"  # the end of a stream of choices
 dumps = orjson.dumps

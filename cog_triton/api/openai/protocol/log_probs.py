@@ -7,12 +7,12 @@ from typing import Any
 from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.text.tokenizer import Tokenizer
 
-TOKEN_TEXTS = 1 << 16  # that are kept
+CACHED_TEXTS = 1 << 16
 
 
-@lru_cache(TOKEN_TEXTS)  # each costs dozens of microseconds, and a response may have a million
+@lru_cache(CACHED_TEXTS)  # each costs dozens of microseconds, and a response may have a million
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return one token's text, by itself; special ones have theirs."""
+    """Return the text of one token by itself, also of a special one."""
     return str(tokenizer.decode([token], skip_special_tokens=False))
 
 

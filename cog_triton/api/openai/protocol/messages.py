@@ -14,10 +14,12 @@ from cog_triton.generation import Chunk
 
 
 class MessageWriter:
+    """Fills a message, and writes each of its changes as an event."""
+
     def __init__(self, model: str, turn: Turn) -> None:
         self._parser = turn.parser("toolu_")
         self._is_enforced = turn.use.enforced
-        self._block: Block | None = None  # the one that is being written
+        self._block: Block | None = None  # the block that is being written
         self._content: list[dict[str, Any]] = []
         self._usage = {
             "input_tokens": 0,

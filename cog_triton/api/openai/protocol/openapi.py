@@ -38,7 +38,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
         "description": "The answer: one object, or server-sent events if the request says stream",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": _object(data=_TEXT)},  # of each event
+            "text/event-stream": {"schema": _object(data=_TEXT)},  # an event
         },
     }
 }

@@ -83,34 +83,35 @@ def response_fields(body: ResponsesBody, request: Request, created: int) -> dict
 
 
 def _echoed_tool(tool: JsonObject) -> dict[str, Any]:
-    # Of a function also the fields that were left out, as OpenAI's API has them.
+    """Return a tool as a response has it; OpenAI's API names all fields of a function, also those unset."""
     is_function = isinstance(tool, FlatTool)
     return tool.model_dump(exclude_none=not is_function)
 
 
 class ResponseWriter:
-    """Fills a response, and tells each of its changes in an event."""
+    """Fills a response, and writes each of its changes as an event."""
 
     def __init__(
         self,
         response: dict[str, Any],
         parser: Parser,
         tokenizer: Tokenizer,
-        letters: Callable[[], str] = lambda: secrets.token_hex(12),  # of ids
+        letters: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
+        """Begin to fill a response; ``letters`` draws the letters of each item's id."""
         self._response = response
         self._parser = parser
         self._tokenizer = tokenizer
         self._tools = response_tools.client_tools(response["tools"])
         self._letters = letters
         self._runs = False
-        self._block: Block | None = None  # the one that is being written
-        self._item: dict[str, Any] = {}  # of the block
-        self._part: dict[str, Any] = {}  # its text
-        self._place: dict[str, Any] = {}  # of the text, in events
-        self._log_probs: list[Any] = []  # of tokens whose text has not come yet
+        self._block: Block | None = None  # the block that is being written
+        self._item: dict[str, Any] = {}  # the item that the block becomes
+        self._part: dict[str, Any] = {}  # the part of the item that has its text
+        self._place: dict[str, Any] = {}  # where the part is, as events say it
+        self._log_probs: list[Any] = []  # tokens whose text has not come yet
         self._input_tokens = 0
-        self._count = 0  # of the events
+        self._count = 0  # how many events there have been
 
     def queued(self) -> Iterator[bytes]:
         self._response["status"] = "queued"
@@ -127,7 +128,7 @@ class ResponseWriter:
                 yield from self._begin(block)
             yield from self._add(block, text)
         if self._block and self._block.kind != "text" and not self._begins_text(chunk):
-            self._log_probs = []  # those of thoughts and calls are not of the output's text
+            self._log_probs = []  # thoughts and calls are reported without them
         if chunk.finish_reason is not None:
             yield from self._end_response(chunk)
 

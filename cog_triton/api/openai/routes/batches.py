@@ -28,7 +28,7 @@ from cog_triton.errors import shown
 
 router = APIRouter(route_class=BodyRoute)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-DEFAULT_BATCHES = 20  # in a page
+DEFAULT_BATCHES = 20  # batches in a page
 MAX_BATCHES = 100
 
 

@@ -35,8 +35,8 @@ from cog_triton.web.bodies import BadBody
 from cog_triton.web.forms import Part, read_form
 
 router = APIRouter(route_class=BodyRoute)
-CHUNKS_AT_ONCE = 16  # that are written together
-MAX_FILES = 10_000  # in a page
+CHUNKS_AT_ONCE = 16  # chunks of an upload that are written together
+MAX_FILES = 10_000  # files in a page
 MAX_NAME_CHARACTERS = 1024
 DEFAULT_NAME = "upload.jsonl"
 _EXPIRY_FIELDS = ("anchor", "seconds")

@@ -44,7 +44,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "max_model_len": served.backend.context_length,
     }
     if is_demo_model(Path(served.settings.tokenizer_dir)):
-        card["toy"] = True  # for the chat page
+        card["toy"] = True  # the chat page says so
     return card
 
 

@@ -13,7 +13,8 @@ from cog_triton.api.openai.errors import no_embeddings
 from cog_triton.api.openai.served import FromApp
 
 router = APIRouter()
-METRICS, LOADS = "/metrics", "/v1/loads"
+METRICS = "/metrics"
+LOADS = "/v1/loads"
 HEALTH_PATHS = frozenset({"/ping", "/health", "/health/live", "/health/ready"})
 
 
@@ -24,8 +25,9 @@ async def embeddings(_: Request) -> None:
 
 
 @router.get(METRICS, include_in_schema=False)
-def metrics(served: FromApp) -> Response:  # in a thread: it reads files
+def metrics(served: FromApp) -> Response:
     """All figures."""
+    # FastAPI calls this in a thread, since it is no coroutine: it reads files.
     return Response(served.figures.text(), media_type=CONTENT_TYPE_LATEST)
 
 

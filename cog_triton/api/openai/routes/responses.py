@@ -42,7 +42,7 @@ from cog_triton.request.request import Request
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=BodyRoute)
-DEFAULT_ITEMS = 20  # in a page
+DEFAULT_ITEMS = 20  # items in a page
 MAX_ITEMS = 100
 
 

@@ -10,8 +10,8 @@ from cog_triton.api.openai.schemas.structured_output import GUIDE_FIELDS
 from cog_triton.api.openai.schemas.values import TokenIds
 from cog_triton.request.limits import TOP_LOG_PROBS
 
-ANSWERS = 1024  # to all prompts of one request together
-AtMostAnswers = Field(max_length=ANSWERS, fail_fast=True)
+MAX_ANSWERS = 1024  # to all prompts of one request together
+AtMostAnswers = Field(max_length=MAX_ANSWERS, fail_fast=True)
 
 
 class CompletionBody(Sampling, AnswerBody):

@@ -98,7 +98,7 @@ class MessageFields(JsonObject):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # as the beta of structured outputs has it
+    output_format: OutputFormat | None = None  # the name in the beta of structured outputs
     context_management: ContextManagement | None = None
     # Beyond Anthropic's:
     chat_template_kwargs: dict[str, Any] | None = None

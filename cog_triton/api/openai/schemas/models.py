@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cog_triton.api.openai.paging import page_limit
 
-MOST_MODELS = 1000  # in a page
+MAX_MODELS = 1000  # in a page
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ModelsQuery:
     def read(cls, query: Mapping[str, str]) -> "ModelsQuery":
         """Return a query, or raise ApiError."""
         return cls(
-            limit=page_limit(query, MOST_MODELS, MOST_MODELS),
+            limit=page_limit(query, MAX_MODELS, MAX_MODELS),
             after_id=query.get("after_id"),
             before_id=query.get("before_id"),
         )

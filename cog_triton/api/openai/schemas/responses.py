@@ -228,7 +228,7 @@ class ResponsesBody(AnswerBody):
     refused: ClassVar[Refused] = {"conversation": [], "prompt": []}
     ignored: ClassVar[Ignored] = frozenset(
         {
-            "max_tool_calls",  # of tools that OpenAI's servers run
+            "max_tool_calls",  # limits tools that only OpenAI's servers run
             "service_tier",
             "safety_identifier",
             "stream_options",

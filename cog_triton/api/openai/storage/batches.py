@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from cog_triton.api.openai.storage.database import columns, select
+from cog_triton.api.openai.storage.database import columns
 from cog_triton.api.openai.storage.files import NewFile, insert_file
 from cog_triton.api.openai.storage.housekeeping import MAX_DELETED, Expiry
 from cog_triton.api.openai.storage.journal import Journal
@@ -29,8 +29,8 @@ Status = Literal[
 Part = Literal["output", "error"]
 PARTS: tuple[Part, ...] = ("output", "error")
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
-WINDOW_SECONDS = 86400  # of a batch
-DEFAULT_OUTPUT_SECONDS = 30 * 86400  # for which the files that a batch writes are kept
+WINDOW_SECONDS = 86400  # the time in which a batch is to be completed
+DEFAULT_OUTPUT_SECONDS = 30 * 86400  # how long the files that a batch writes are kept
 # The column of ``batches`` that counts the answers of a part.
 _COUNTS = {"output": "completed", "error": "failed"}
 
@@ -176,7 +176,7 @@ class BatchStore:
     async def find(self, owner: str, id: str) -> StoredBatch | None:
         """Return a key's batch."""
         sql = f"SELECT {columns(StoredBatch)} FROM batches WHERE owner = ? AND id = ?"
-        rows = await self._journal.read(lambda own: select(own, StoredBatch, sql, (owner, id)))
+        rows = await self._journal.select(StoredBatch, sql, (owner, id))
         return rows[0] if rows else None
 
     async def page(
@@ -191,30 +191,30 @@ class BatchStore:
             ORDER BY number {order} LIMIT :limit
         """
         values = {"owner": owner, "after": after, "limit": limit}
-        return await self._journal.read(lambda own: select(own, StoredBatch, sql, values))
+        return await self._journal.select(StoredBatch, sql, values)
 
     async def active(self, model: str) -> list[ActiveBatch]:
         """Return a model's batches that have not ended, the oldest first."""
         sql = f"""
             SELECT {columns(ActiveBatch)} FROM batches WHERE active AND model = ? ORDER BY number
         """
-        return await self._journal.read(lambda own: select(own, ActiveBatch, sql, (model,)))
+        return await self._journal.select(ActiveBatch, sql, (model,))
 
     async def take(self, id: str, runner: int) -> bool:
         """Make this process the runner in place of another; return False if a third one was faster."""
         sql = "UPDATE batches SET runner = ? WHERE id = ? AND runner = ? AND active"
         values = (self._journal.lease.worker, id, runner)
-        return await self._journal.write(lambda own: own.execute(sql, values).rowcount) == 1
+        return await self._journal.execute(sql, values) == 1
 
     async def running(self, id: str) -> RunningBatch:
         """Return a batch that is run: it is there until it has ended."""
         sql = f"SELECT {columns(RunningBatch)} FROM batches WHERE id = ?"
-        rows = await self._journal.read(lambda own: select(own, RunningBatch, sql, (id,)))
+        rows = await self._journal.select(RunningBatch, sql, (id,))
         return rows[0]
 
     async def set_total(self, id: str, total: int) -> None:
         sql = "UPDATE batches SET total = ? WHERE id = ?"
-        await self._journal.write(lambda own: own.execute(sql, (total, id)).rowcount)
+        await self._journal.execute(sql, (total, id))
 
     async def change_status(
         self,

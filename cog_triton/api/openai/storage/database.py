@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cog_triton.errors import InvalidParameter, JournalUnavailable, file_problem
 
-LOCK_SECONDS = 5.0  # that a transaction waits for one of another process
+LOCK_SECONDS = 5.0  # how long a transaction waits for that of another process
 LOCKED = "another process has held its lock for"
 Parameters = Sequence[object] | Mapping[str, object]
 T = TypeVar("T")
@@ -144,7 +144,8 @@ class ConnectionThread:
 
     def disconnect(self) -> None:
         """Close the connection; to be called in the thread, or when it has ended."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()

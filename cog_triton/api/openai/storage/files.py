@@ -6,16 +6,15 @@ A file's lines are rows of the table ``lines`` under the file's source and part;
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from cog_triton.api.openai.storage.database import columns, select
+from cog_triton.api.openai.storage.database import columns
 from cog_triton.api.openai.storage.housekeeping import MAX_DELETED, Expiry
 from cog_triton.api.openai.storage.journal import Journal
 from cog_triton.api.openai.storage.limits import NoRoom, has_room
 from cog_triton.api.openai.storage.schema import ROW_BYTES
 
-CHUNK_BYTES = 1 << 16  # of an upload in one row, and the rest of its last line
-READ_ROWS = 32  # at once
+CHUNK_BYTES = 1 << 16  # how much of an upload is in one row, with the rest of the last line
+READ_ROWS = 32  # rows that are read at once
 UPLOAD_SECONDS = 3600  # after which an upload that did not end is deleted
 INPUT = "input"  # the part of an upload
 _DELETE_LINES = """
@@ -105,7 +104,7 @@ class FileStore:
             WHERE owner = ? AND id = ? AND state = 'there' AND expires > ?
         """
         values = (owner, id, self._journal.now())
-        rows = await self._journal.read(lambda own: select(own, FileRow, sql, values))
+        rows = await self._journal.select(FileRow, sql, values)
         return rows[0] if rows else None
 
     async def page(
@@ -134,7 +133,7 @@ class FileStore:
             "after": after,
             "limit": limit,
         }
-        return await self._journal.read(lambda own: select(own, FileRow, sql, values))
+        return await self._journal.select(FileRow, sql, values)
 
     async def begin_upload(self, file: NewFile) -> None:
         """Count the whole of an upload for its key, or raise NoRoom."""
@@ -155,17 +154,17 @@ class FileStore:
         rows = [
             (file.owner, file.source, chunk.first_line, file.part, chunk.data) for chunk in chunks
         ]
-        await self._journal.write(lambda own: own.executemany(sql, rows).rowcount)
+        await self._journal.write(lambda connection: connection.executemany(sql, rows).rowcount)
 
     async def finish_upload(self, id: str, expires: int) -> bool:
         """Note that an upload is complete; return False if it took too long and was deleted."""
         sql = "UPDATE files SET state = 'there', expires = ? WHERE id = ? AND state = 'coming'"
-        return await self._journal.write(lambda own: own.execute(sql, (expires, id)).rowcount) == 1
+        return await self._journal.execute(sql, (expires, id)) == 1
 
     def abandon_upload(self, id: str) -> None:
         """Let the housekeeping delete an upload; there is nothing to wait for."""
         sql = "UPDATE files SET state = 'gone' WHERE id = ?"
-        self._journal.write(lambda own: own.execute(sql, (id,)).rowcount)
+        self._journal.execute(sql, (id,))
 
     async def rows(self, source: str, part: str) -> AsyncIterator[list[LineRow]]:
         """Yield the rows of a file, some at a time."""
@@ -176,7 +175,7 @@ class FileStore:
         last = 0
         while True:
             values = (source, last, part, READ_ROWS)
-            rows = await self._journal.read(partial(_select_lines, sql=sql, values=values))
+            rows = await self._journal.select(LineRow, sql, values)
             if not rows:
                 return
             yield rows
@@ -188,7 +187,7 @@ class FileStore:
             UPDATE files SET state = 'gone' WHERE id = :id
             AND NOT EXISTS (SELECT 1 FROM batches WHERE input = :id AND active)
         """
-        if await self._journal.write(lambda own: own.execute(sql, {"id": id}).rowcount) == 0:
+        if await self._journal.execute(sql, {"id": id}) == 0:
             return False
         while await self._journal.write(_delete_lines):
             pass
@@ -211,12 +210,6 @@ class FileStore:
         values = {"before": expiry.before, "now": expiry.now, "owner": expiry.owner}
         marked = connection.execute(oldest, values).rowcount
         return marked + _delete_lines(connection) + _delete_files(connection)
-
-
-def _select_lines(
-    connection: sqlite3.Connection, sql: str, values: Sequence[object]
-) -> list[LineRow]:
-    return select(connection, LineRow, sql, values)
 
 
 def _delete_lines(connection: sqlite3.Connection) -> int:

@@ -15,7 +15,7 @@ from cog_triton.errors import JournalUnavailable
 logger = logging.getLogger(__name__)
 KEEP_SECONDS = 5.0  # between two rounds
 MAX_DELETED = 100  # rows at once
-VACUUMED_PAGES = 1000  # that are given back to the disk in a round
+VACUUMED_PAGES = 1000  # free pages that are returned to the disk in a round
 
 
 @dataclass(frozen=True)

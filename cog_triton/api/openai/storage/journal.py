@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from cog_triton.api.openai.storage.database import (
     LOCKED,
     Action,
     ConnectionThread,
+    Parameters,
     TransactionLost,
     savepoint,
     transaction,
@@ -36,8 +37,8 @@ from cog_triton.processes import locked
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-GROUP_SECONDS = 0.02  # from one transaction to the next, at least
-STUCK_SECONDS = 15.0  # without a commit while writes wait; then the server is not ready
+GROUP_SECONDS = 0.02  # the least time from one transaction to the next
+STUCK_SECONDS = 15.0  # after so long without a commit while writes wait, the server is not ready
 REPORT_SECONDS = 60.0  # between two lines in the log about the same problem of the file
 SHRINK_SECONDS = 1.0  # between two attempts to cut the write-ahead log while somebody reads
 PRAGMAS = ("auto_vacuum=2", "journal_mode=WAL", "synchronous=1", "secure_delete=1")
@@ -70,7 +71,7 @@ class Journal:
         self._pending: list[Write[Any]] = []
         self._committing: asyncio.Task[None] | None = None
         self._tasks = BackgroundTasks()
-        self._waiting_since: float | None = None  # of writes that no commit has answered
+        self._waiting_since: float | None = None  # since when writes wait for a commit
         self._shrunk_at = 0.0
         self._reported = ""  # the last problem of the file that was logged
         self._reported_at = 0.0
@@ -95,6 +96,18 @@ class Journal:
         """Call a function that only reads, beside all writes."""
         return await self._reader.call(action)
 
+    def execute(self, sql: str, parameters: Parameters = ()) -> "asyncio.Future[int]":
+        """Run one statement; return the future of the number of rows that it changed. See ``write``."""
+        return self.write(lambda connection: connection.execute(sql, parameters).rowcount)
+
+    async def select(
+        self, row_type: Callable[..., T], sql: str, parameters: Parameters = ()
+    ) -> list[T]:
+        """Return the rows of a query, each as an object of its values."""
+        return await self.read(
+            partial(database.select, row_type=row_type, sql=sql, parameters=parameters)
+        )
+
     async def open(self) -> None:
         """Open the file if it is not open, or raise JournalUnavailable."""
         await self.write(lambda _: None)
@@ -116,7 +129,7 @@ class Journal:
 
     async def shrink_wal(self) -> None:
         """Cut the write-ahead log of an idle file to a fraction of its maximum."""
-        await self._writer.call(partial(self._shrink, most_bytes=self.limits.max_wal_bytes // 4))
+        await self._writer.call(partial(self._shrink, max_bytes=self.limits.max_wal_bytes // 4))
 
     async def close(self) -> None:
         """Write what is waiting, and close the file."""
@@ -130,7 +143,8 @@ class Journal:
         """Commit what is there, again and again, until nothing more comes."""
         while self._pending:
             began = time.monotonic()
-            group, self._pending = self._pending, []
+            group = self._pending
+            self._pending = []
             try:
                 outcomes = await self._writer.call(partial(self._commit, group))
             except Exception as error:  # nothing of the group is written
@@ -168,7 +182,7 @@ class Journal:
         if any(isinstance(outcome.error, JournalUnavailable) for outcome in outcomes):
             self._writer.disconnect()  # another file may be there by the next write
         else:
-            self._shrink(connection, most_bytes=self.limits.max_wal_bytes)
+            self._shrink(connection, max_bytes=self.limits.max_wal_bytes)
         return outcomes
 
     def _commit_together(
@@ -197,10 +211,10 @@ class Journal:
         except Exception as error:
             return Outcome(error=translated(error, self.path))
 
-    def _shrink(self, connection: sqlite3.Connection, most_bytes: int) -> None:
+    def _shrink(self, connection: sqlite3.Connection, max_bytes: int) -> None:
         """Move a write-ahead log of more bytes into the file and cut it, unless somebody reads."""
         now = time.monotonic()
-        if now - self._shrunk_at < SHRINK_SECONDS or self._wal_bytes() <= most_bytes:
+        if now - self._shrunk_at < SHRINK_SECONDS or self._wal_bytes() <= max_bytes:
             return
         self._shrunk_at = now
         connection.execute("PRAGMA busy_timeout=50")
@@ -240,9 +254,8 @@ class Journal:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        connection.execute(
-            "PRAGMA wal_autocheckpoint=0"
-        )  # the housekeeping and ``_shrink`` do that
+        # The housekeeping and ``_shrink`` do the checkpoints.
+        connection.execute("PRAGMA wal_autocheckpoint=0")
         connection.execute(f"PRAGMA journal_size_limit={self.limits.max_wal_bytes}")
         for pragma in (*PRAGMAS, f"max_page_count={self.limits.max_pages}"):
             connection.execute(f"PRAGMA {pragma}")

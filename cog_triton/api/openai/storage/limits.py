@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from cog_triton.api.openai.storage.database import select
 
 PAGE_BYTES = 4096
-KEPT_PART = 0.9  # of the file's pages; above, the oldest rows are deleted
-MAX_WAL_BYTES = 64 << 20  # of the write-ahead log, before it is moved into the file and cut
-WAL_PART = 1 / 8  # of the maximum size, where that is less
+KEPT_PART = 0.9  # the part of the file's pages above which the oldest rows are deleted
+MAX_WAL_BYTES = 64 << 20  # the size at which the write-ahead log is moved into the file and cut
+WAL_PART = 1 / 8  # the log's part of the maximum size, for small files
 USAGE_TABLE = """
     CREATE TABLE usage (owner TEXT PRIMARY KEY, bytes INTEGER, row_count INTEGER) WITHOUT ROWID
 """

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cog_triton.api.openai.storage.database import columns, select
+from cog_triton.api.openai.storage.database import columns
 from cog_triton.api.openai.storage.housekeeping import MAX_DELETED, Expiry
 from cog_triton.api.openai.storage.journal import Journal
 from cog_triton.api.openai.storage.limits import NoRoom, has_room, usage_of
 from cog_triton.api.openai.storage.records import Record, decode, encode
 from cog_triton.api.openai.storage.schema import COUNTED_RESPONSES, RESPONSE_ROW_BYTES, ROW_BYTES
 
-MADE_ROOM_ROWS = 10  # that are deleted at once for a new one
-LARGE_BYTES = 1 << 16  # of records, which are decoded in a thread
+MADE_ROOM_ROWS = 10  # old rows that are deleted at once to make room
+LARGE_BYTES = 1 << 16  # records of this size are decoded in a thread
 
 
 class TooManyInBackground(Exception):
@@ -127,14 +127,14 @@ class ResponseStore:
             SELECT id, owner, created, runner, started, input, response, length(request)
             FROM responses WHERE id = ?
         """
-        rows = await self._journal.read(lambda own: select(own, StoredResponse, sql, (id,)))
+        rows = await self._journal.select(StoredResponse, sql, (id,))
         return rows[0] if rows else None
 
     async def find_background(self, id: str) -> BackgroundResponse | None:
         """Return what a background response is made of; None if it is not there or is another one."""
         names = columns(BackgroundResponse)
         sql = f"SELECT {names} FROM responses WHERE id = ? AND request IS NOT NULL"
-        rows = await self._journal.read(lambda own: select(own, BackgroundResponse, sql, (id,)))
+        rows = await self._journal.select(BackgroundResponse, sql, (id,))
         return rows[0] if rows else None
 
     async def progress(self, id: str, position: int) -> Progress | None:
@@ -241,7 +241,7 @@ class ResponseStore:
     async def delete(self, id: str) -> None:
         """Delete a response; the process that runs it notices soon."""
         sql = "DELETE FROM responses WHERE id = ?"
-        await self._journal.write(lambda own: own.execute(sql, (id,)).rowcount)
+        await self._journal.execute(sql, (id,))
 
     async def active(self, model: str) -> list[ActiveResponse]:
         """Return a model's background responses that have not ended, the oldest first."""
@@ -249,19 +249,19 @@ class ResponseStore:
             SELECT {columns(ActiveResponse)} FROM responses
             WHERE runner IS NOT NULL AND model = ? ORDER BY created
         """
-        return await self._journal.read(lambda own: select(own, ActiveResponse, sql, (model,)))
+        return await self._journal.select(ActiveResponse, sql, (model,))
 
     async def take(self, id: str, runner: int) -> bool:
         """Make this process the runner in place of another; return False if a third one was faster."""
         sql = "UPDATE responses SET runner = ? WHERE id = ? AND runner = ?"
         values = (self._journal.lease.worker, id, runner)
-        return await self._journal.write(lambda own: own.execute(sql, values).rowcount) == 1
+        return await self._journal.execute(sql, values) == 1
 
     async def start(self, id: str) -> None:
         """Note that a process has begun to answer."""
         sql = "UPDATE responses SET started = coalesce(started, ?) WHERE id = ?"
         values = (self._journal.now(), id)
-        await self._journal.write(lambda own: own.execute(sql, values).rowcount)
+        await self._journal.execute(sql, values)
 
     def append(
         self, id: str, owner: str, position: int, records: Sequence[Record]

@@ -21,7 +21,8 @@ from cog_triton.api.openai.storage.records import (
 from cog_triton.protocol.log_probs import TokenLogProb
 
 VERSION = 2
-RESPONSE_ROW_BYTES = 400  # of a row beside its data
+# What a row takes in the file beside its data.
+RESPONSE_ROW_BYTES = 400
 ROW_BYTES = 200
 BATCH_ROW_BYTES = 1500
 RESPONSE_BLOBS = ("body", "request", "input", "response", "records")
@@ -61,8 +62,8 @@ _TABLES = (
         part TEXT, created INTEGER, expires INTEGER, bytes INTEGER, name TEXT, purpose TEXT
     )
     """,
-    # Of an upload, whose source is the file, a row has some whole lines and the number of the first. Of the
-    # output or error file of a batch, whose source is the batch, a row has the answer to one line.
+    # A row of an upload, whose source is the file, has some whole lines and the number of the first. A row
+    # of a batch's output or error file, whose source is the batch, has the answer to one line.
     """
     CREATE TABLE IF NOT EXISTS lines (
         owner TEXT, source TEXT, line INTEGER, part TEXT, data BLOB, PRIMARY KEY (source, line)

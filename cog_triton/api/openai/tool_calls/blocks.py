@@ -33,7 +33,7 @@ class Thoughts:
 
 
 THINK = Thoughts("<think>", "</think>")
-# In the order in which a chat template is searched for them.
+# A chat template is searched for them in this order.
 _THOUGHTS = (
     THINK,
     Thoughts("[THINK]", "[/THINK]"),  # Magistral, Ministral

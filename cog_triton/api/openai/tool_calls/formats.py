@@ -24,7 +24,7 @@ GuidedTo = Literal["calls", "calls or an answer"]
 
 _FILE = Path(__file__).with_name("formats.yaml")
 FORMATS = TypeAdapter(dict[str, Format]).validate_python(yaml.safe_load(_FILE.read_bytes()))
-DEFAULT_FORMAT = FORMATS["unknown"]  # of templates without any sign
+DEFAULT_FORMAT = FORMATS["unknown"]  # the format of templates without any sign
 
 
 def format_of(template: str) -> Format | None:

@@ -5,12 +5,15 @@ import re
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")  # what a string may have as it is
+_PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")  # characters that a string may have unescaped
 _UNICODE_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _UNICODE_ESCAPE_SIZE = 6
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}  # by Python's names
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words and JSON's
 _LONGEST_WORD = max(map(len, _JSON_WORDS))
+
+# How many characters were taken, and what they become.
+Step = tuple[int, str]
 
 
 class JsonCopier:
@@ -27,9 +30,9 @@ class JsonCopier:
         self.mended = False  # brackets at the end were missing
         self._closing = closing
         self._open: list[str] = []  # the brackets that will close what is open
-        self._quote = ""  # of the string that is open
+        self._quote = ""  # the quote that will close the open string; empty outside strings
 
-    def copy(self, text: str, *, ended: bool, cut: bool) -> tuple[int, str]:
+    def copy(self, text: str, *, ended: bool, cut: bool) -> Step:
         """Return how many characters are taken of the text, and the JSON that they become."""
         written: list[str] = []
         place = 0
@@ -45,7 +48,7 @@ class JsonCopier:
             written.append(self._close())
         return place, "".join(written)
 
-    def _step(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+    def _step(self, text: str, place: int, *, ended: bool) -> Step | None:
         """Return the characters that are taken and what they become; None where more must come."""
         if self._quote:
             return self._step_in_string(text, place, ended=ended)
@@ -64,13 +67,19 @@ class JsonCopier:
             self._open.append("}" if letter == "{" else "]")
         elif letter in "}]":
             return 1, self._close_to(letter)
-        elif word := _WORD.match(text, place):
+        else:
+            return self._step_over_word(text, place, ended=ended)
+        return 1, letter
+
+    def _step_over_word(self, text: str, place: int, *, ended: bool) -> Step | None:
+        word = _WORD.match(text, place)
+        if word is not None:
             if word.end() == len(text) and not ended and len(word[0]) < _LONGEST_WORD:
                 return None
             return len(word[0]), _JSON_WORDS.get(word[0], word[0])
-        return 1, letter
+        return 1, text[place]
 
-    def _step_over_comma(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+    def _step_over_comma(self, text: str, place: int, *, ended: bool) -> Step | None:
         space = _SPACE.match(text, place + 1)
         behind = space.end() if space else place + 1
         if behind == len(text):
@@ -82,8 +91,9 @@ class JsonCopier:
             return (1, "") if following == self._closing or ended else None
         return 1, ","
 
-    def _step_in_string(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
-        if plain := _PLAIN.match(text, place):
+    def _step_in_string(self, text: str, place: int, *, ended: bool) -> Step | None:
+        plain = _PLAIN.match(text, place)
+        if plain is not None:
             return len(plain[0]), plain[0]
         letter = text[place]
         if letter == "\\":
@@ -95,7 +105,7 @@ class JsonCopier:
             return 1, letter
         return 1, json.dumps(letter)[1:-1]  # a control character, or a quote in Python's quotes
 
-    def _step_over_escape(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+    def _step_over_escape(self, text: str, place: int, *, ended: bool) -> Step | None:
         escape = text[place : place + _UNICODE_ESCAPE_SIZE]
         if len(escape) == 1:
             return (1, "") if ended else None

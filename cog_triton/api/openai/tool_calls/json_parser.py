@@ -66,7 +66,8 @@ class JsonCallParser(Parser):
         Args:
             marked: a mark stands before them, so that they need not be calls of tools that were offered.
         """
-        lead, self._lead = self._lead, ""
+        lead = self._lead
+        self._lead = ""
         while True:
             lead += yield from self._read_separators("[,;")
             if not (yield from self._read_call(lead, marked=marked)):
@@ -111,7 +112,8 @@ class JsonCallParser(Parser):
 
     def _skip_to_next_call(self) -> Generator[Piece | None, None, str | None]:
         """Take what stands between a call and the next one, and return it; None if no call follows."""
-        opening, closing = self._format.opening, self._format.closing
+        opening = self._format.opening
+        closing = self._format.closing
         between = yield from self._read_separators("]},;")  # a brace too many is a common mistake
         while not self._ended and any(
             mark.startswith(self._held) for mark in (opening, closing) if mark
@@ -136,7 +138,7 @@ class JsonCallParser(Parser):
         return between if is_next else None
 
     def _read_object(self, lead: str, *, marked: bool) -> Question:
-        """Read an object; return False where it is no call, and has been given as text."""
+        """Read an object; return False if it is no call; it is text then."""
         copier = JsonCopier(self._format.closing)
         seen = ""  # the object so far, as the model wrote it
         mended: list[str] = []  # the same without mistakes

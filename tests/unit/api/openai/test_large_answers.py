@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.api.openai.protocol.answering import MOST_VALUES_ON_LOOP
+from cog_triton.api.openai.protocol.answering import MAX_VALUES_ON_LOOP
 from cog_triton.api.openai.protocol.choices import ChoiceWriter
 from cog_triton.api.openai.protocol.log_probs import chat_log_probs
 from cog_triton.api.openai.routes.tokens import DETOKENIZED
@@ -18,7 +18,7 @@ TOP = tuple((97 + place, -1.0) for place in range(20))
 
 @pytest.mark.parametrize(
     ("tokens", "on_loop"),
-    [(1, True), (MOST_VALUES_ON_LOOP, False)],
+    [(1, True), (MAX_VALUES_ON_LOOP, False)],
     ids=["small", "large"],
 )
 def test_a_large_answer_is_made_off_the_event_loop(
