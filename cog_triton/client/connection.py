@@ -177,6 +177,7 @@ class Call:
         self._unsent.clear()
 
     def _complete_messages(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that are whole with this data, and keep the rest."""
         self._received += data
         while len(self._received) >= _MESSAGE_PREFIX.size:
             is_compressed, length = _MESSAGE_PREFIX.unpack_from(self._received)

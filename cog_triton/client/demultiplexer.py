@@ -66,13 +66,15 @@ class Demultiplexer:
         self._with_gap: set[int] = set()
         self._last_sequence = 0
 
-    def expect(self, model: str, request_id: str) -> int:
-        """Add a request; return the number of its sequence."""
+    def new_sequence(self) -> int:
+        """Return a number for the sequence of a request, which is not expected yet."""
         self._last_sequence = self._last_sequence % LARGEST_NUMBER + 1
-        sequence = self._last_sequence
+        return self._last_sequence
+
+    def expect(self, sequence: int, model: str, request_id: str) -> None:
+        """Add a request, which is about to be sent."""
         self._expected[sequence] = _Expected(model, request_id)
         self._by_name[model, request_id] = sequence
-        return sequence
 
     def forget(self, sequence: int) -> None:
         """Drop what comes for a request from now on."""
@@ -81,8 +83,8 @@ class Demultiplexer:
             return
         self._with_gap.discard(sequence)
         name = (expected.model, expected.request_id)
+        # A later request may have the same id.
         if self._by_name.get(name) == sequence:
-            # A later request may have the same id.
             del self._by_name[name]
 
     def receive(self, message: bytes, now: float) -> list[Delivery]:
@@ -146,6 +148,7 @@ class Demultiplexer:
         return [Delivery(sequence, item, last)]
 
     def _sequence_of(self, answer: service_pb2.ModelStreamInferResponse) -> int | None:
+        """Return the request that an answer names by its model and id; an error may name no model."""
         response = answer.infer_response
         models = [response.model_name] if response.model_name else [ENGINE, IDS_ENSEMBLE]
         for model in models:

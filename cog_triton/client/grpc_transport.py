@@ -128,22 +128,20 @@ class GrpcClient(TritonClient):
     async def _send(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
     ) -> Arrivals[Any]:
-        sequence = self._demultiplexer.expect(model, request_id)
+        sequence = self._demultiplexer.new_sequence()
         if model == IDS_ENSEMBLE:
             address = FrameAddress(self._reader, sequence)
             parameters = {**parameters, FRAMES_FOR: address.parameter()}
         message = infer_request(model, request_id, inputs, (), parameters).SerializeToString()
         traceparent = parameters.get(TRACEPARENT)
         is_alone = traceparent is not None or len(message) > LARGE_BYTES
-        try:
-            if is_alone:
-                headers = {} if traceparent is None else {TRACEPARENT: str(traceparent)}
-                call = self._open_stream(await self._connections.with_room(), headers)
-            else:
-                call = await self._shared_stream()
-        except BaseException:
-            self._demultiplexer.forget(sequence)
-            raise
+        if is_alone:
+            headers = {} if traceparent is None else {TRACEPARENT: str(traceparent)}
+            call = self._open_stream(await self._connections.with_room(), headers)
+        else:
+            call = await self._shared_stream()
+        # Only now: while it waited, errors of an earlier request with this id could be taken for its own.
+        self._demultiplexer.expect(sequence, model, request_id)
         arrivals: Arrivals[Any] = Arrivals()
         arrivals.close = partial(self._close, sequence)
         self._sent[sequence] = _Sent(arrivals, call, is_alone)

@@ -66,9 +66,10 @@ class Steps(contextlib.AbstractAsyncContextManager["Steps"]):
             self._spans.pop().end()
         step = _tracer.start_span(name, trace.set_span_in_context(self._spans[0]))
         self._spans.append(step)
-        place = step.get_span_context()
-        parent = f"00-{place.trace_id:032x}-{place.span_id:016x}-01"
-        return {TRACEPARENT: parent} if place.trace_flags.sampled else {}
+        context = step.get_span_context()
+        if not context.trace_flags.sampled:
+            return {}
+        return {TRACEPARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-01"}
 
     def event(self, name: str) -> None:
         for step in self._spans[1:]:

@@ -44,17 +44,23 @@ def packed_log_probs(
             row[1 + top + place] = log_prob
     if not prompt:
         return rows.ravel()
-    named = [replace(token, top=((token.id, token.log_prob), *token.top)) for token in prompt]
-    return np.append(packed_log_probs(named, 1 + top), rows)
+    # A reader has the output's ids, and not the prompt's. So each of these names itself.
+    named_prompt = [
+        replace(token, top=((token.id, token.log_prob), *token.top)) for token in prompt
+    ]
+    return np.append(packed_log_probs(named_prompt, 1 + top), rows)
 
 
 def unpacked_log_probs(ids: Sequence[int], values: Array, top: int) -> list[TokenLogProb]:
     """Read the log probabilities of a response's ids, or raise ValueError if there are too few.
 
-    ``values`` are of ``packed_log_probs``, of these ids behind any others: TensorRT-LLM sends all so far.
+    Args:
+        values: from ``packed_log_probs``. Those of these ids are the last: TensorRT-LLM sends all so far.
+        top: number of alternatives at each place.
     """
     width = 1 + 2 * top
-    rows = values[max(0, len(values) - len(ids) * width) :].reshape(len(ids), width).tolist()
+    first = max(0, len(values) - len(ids) * width)
+    rows = values[first:].reshape(len(ids), width).tolist()
     tokens = []
     for token, row in zip(ids, rows, strict=True):
         places = zip(map(int, row[1 : 1 + top]), row[1 + top :], strict=True)

@@ -153,6 +153,7 @@ class Admission:
         self._hand_out()
         try:
             if flow is None:
+                # A batch's request waits, however long.
                 await asyncio.wait([slot.granted])
             else:
                 await self._granted(slot, flow)
@@ -239,6 +240,7 @@ class Admission:
             self._forget(slot.tenant.name, flow)
 
     def _leave_batches(self, slot: Slot, *, has_slot: bool) -> None:
+        """Note that a request of a batch runs or waits no more."""
         if has_slot:
             self._running_batches -= 1
         else:

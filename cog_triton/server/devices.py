@@ -78,8 +78,8 @@ def problem_here(settings: Settings) -> str | None:
 
 
 def early_problem(settings: Settings) -> str | None:
-    """Return the same before anything is imported for a start, where the engine is known already."""
-    certain = settings.engine == "transformers"
-    if settings.engine == "auto" and settings.engine_dir is None and not GPU:
-        certain = True
-    return problem_here(settings) if certain else None
+    """Return ``problem_here`` before anything is imported for a start, if the engine is known already."""
+    will_be_transformers = settings.engine == "auto" and settings.engine_dir is None and not GPU
+    if settings.engine == "transformers" or will_be_transformers:
+        return problem_here(settings)
+    return None

@@ -54,6 +54,7 @@ async def read_form(
     try:
         async for piece in body:
             received += len(piece)
+            # By the size so far: a form that has become large is read in a thread.
             await off_loop(received, reader.feed, piece)
         yield reader.finished()
     finally:
@@ -134,6 +135,7 @@ class _FormReader:
         self._header_value.clear()
 
     def _begin_content(self) -> None:
+        """Begin a part, whose headers have all come."""
         _, options = parse_options_header(self._headers.get("content-disposition"))
         if b"name" not in options:
             raise BadBody("must have a name in the Content-Disposition of each part")

@@ -54,6 +54,11 @@ class AccessRule:
         return Refusal(403, self._origin_text(origins))
 
     def _allows_host(self, host: str) -> bool:
+        """Return whether requests may call the server by this ``Host``.
+
+        A page's name may have been bound to this server's address meanwhile (DNS rebinding). Loopback
+        names are always allowed, and so are all names where nothing limits them.
+        """
         if ANY in self.allowed_hosts or not (self.loopback or self.allowed_hosts):
             return True
         name = _host_name(host)
@@ -63,8 +68,9 @@ class AccessRule:
         if address is not None and not self.loopback:
             # An orchestrator's probe; no name was resolved, so none was rebound.
             return True
-        parents = {"*." + name[at + 1 :] for at, letter in enumerate(name) if letter == "."}
-        return name in self.allowed_hosts or not parents.isdisjoint(self.allowed_hosts)
+        # Of a.b.c: *.b.c and *.c.
+        patterns = {"*." + name[at + 1 :] for at, letter in enumerate(name) if letter == "."}
+        return name in self.allowed_hosts or not patterns.isdisjoint(self.allowed_hosts)
 
     def _allows_page(self, hosts: list[str], origins: list[str], sites: list[str]) -> bool:
         """Return whether a request comes from no page, from one of this server, or from an allowed one."""

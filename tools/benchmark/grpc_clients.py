@@ -70,7 +70,8 @@ class GrpcAioClient(TritonClient):
     async def _send(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
     ) -> Arrivals[Any]:
-        sequence = self._demultiplexer.expect(model, request_id)
+        sequence = self._demultiplexer.new_sequence()
+        self._demultiplexer.expect(sequence, model, request_id)
         if model == IDS_ENSEMBLE:
             address = FrameAddress(self._reader, sequence)
             parameters = {**parameters, FRAMES_FOR: address.parameter()}

@@ -76,6 +76,7 @@ class PrivateDirectory:
                 with contextlib.suppress(OSError):
                     inside = os.open(name, _DIRECTORY, dir_fd=opened.directory)
                     try:
+                        # Raises where there is no mark.
                         os.stat(mark, dir_fd=inside, follow_symlinks=False)
                     finally:
                         os.close(inside)
@@ -102,6 +103,7 @@ def _private(path: Path, *, name: str = "", within: int | None = None) -> Iterat
 
 
 def _check(path: Path, status: os.stat_result, descriptor: int) -> None:
+    """Make a directory of this user's private; raise UnsafeDirectory if another user could change it."""
     if status.st_uid == os.geteuid():
         if status.st_mode & _OTHERS_WRITE:
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)

@@ -69,9 +69,15 @@ def traffic(draw: Any) -> tuple[list[list[Frame]], list[list[Frame]]]:
     return sequences, messages
 
 
+def expect(made: Demultiplexer, model: str, request_id: str) -> int:
+    sequence = made.new_sequence()
+    made.expect(sequence, model, request_id)
+    return sequence
+
+
 def demultiplexer() -> Demultiplexer:
     made = Demultiplexer()
-    assert [made.expect(IDS_ENSEMBLE, str(n)) for n in range(REQUESTS)] == [1, 2, 3, 4]
+    assert [expect(made, IDS_ENSEMBLE, str(n)) for n in range(REQUESTS)] == [1, 2, 3, 4]
     return made
 
 
@@ -162,7 +168,7 @@ IDS = {name: [1, 2, 3, 9] for name in OUTPUTS}
 def test_responses_without_frames_are_told_apart_by_model_and_id() -> None:
     """TensorRT-LLM's C++ backend knows no frames; a stop has the id of the request that it stops."""
     made = demultiplexer()
-    stop = made.expect(ENGINE, "1")
+    stop = expect(made, ENGINE, "1")
     received = made.receive(response(IDS, model=IDS_ENSEMBLE, request_id="1"), now=0.0)
     assert [(each.sequence, each.last) for each in received] == [(2, False)]
     received = made.receive(response({}, model=ENGINE, request_id="1", final=True), now=0.0)
@@ -184,7 +190,7 @@ def test_an_error_ends_the_request_that_it_names_and_a_stop_before_it() -> None:
     made = demultiplexer()
     (delivery,) = made.receive(error("no", "0"), now=0.0)
     assert (delivery.sequence, delivery.last) == (1, True)
-    stop = made.expect(ENGINE, "1")
+    stop = expect(made, ENGINE, "1")
     assert [each.sequence for each in made.receive(error("no", "1"), now=0.0)] == [stop]
     assert [each.sequence for each in made.receive(error("no", "1"), now=0.0)] == [2]
     assert made.receive(error("no", "1"), now=0.0) == []
@@ -192,7 +198,7 @@ def test_an_error_ends_the_request_that_it_names_and_a_stop_before_it() -> None:
 
 def test_a_later_request_with_the_same_id_is_not_forgotten_with_the_first() -> None:
     made = demultiplexer()
-    again = made.expect(IDS_ENSEMBLE, "0")
+    again = expect(made, IDS_ENSEMBLE, "0")
     made.forget(1)
     (delivery,) = made.receive(error("no", "0"), now=0.0)
     assert delivery.sequence == again

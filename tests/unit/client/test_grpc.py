@@ -638,3 +638,24 @@ async def test_a_connection_that_is_not_made_holds_up_no_running_request() -> No
             again = await asyncio.wait_for(ask(client, "echo"), 5)
             assert await asyncio.wait_for(again.take(), 5) == [b"begun"]
             waiting.cancel()
+
+
+async def test_an_error_reaches_its_request_while_a_stop_of_it_waits_for_a_connection() -> None:
+    """It names no model, and so it could be the stop's, which has not been sent."""
+    async with peers_serving(100) as (client, peers):
+        requests = Requests(client, peers)
+        failing, other = await requests.ask("failing", "other")
+        peer = requests.peer
+        (number,) = peer.data
+        peer.goaway(GRACEFUL)
+        await peer.until(lambda: peer.half_closed == [number])
+        with full_listener() as address:
+            client._connections.address = address
+            stopping = asyncio.create_task(client._send(ENGINE, "failing", {}))
+            assert not (await asyncio.wait([stopping], timeout=0.2))[0]
+            peer.fail(number, "failing", "the request failed")
+            (answer,) = await taken(failing)
+            assert answer.error_message == "the request failed"
+            peer.answer(number, requests.frame("other", 0, 5))
+            assert [frame.ids for frame in await taken(other)] == [[5]]
+            stopping.cancel()
