@@ -33,7 +33,7 @@ CACHE_GIB = 20.0
 INSTALLATIONS = {
     "tensorrtllm": "run in NVIDIA's image nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3",
     "llmapi": "pip install 'cog-triton[tensorrt-llm]' --extra-index-url https://pypi.nvidia.com",
-    "vllm": "pip install 'cog-triton[vllm]'",
+    "vllm": "in an environment without the extra local: pip install 'cog-triton[vllm]'",
     "transformers": (
         "pip install 'cog-triton[local]' --extra-index-url https://download.pytorch.org/whl/cpu"
     ),
