@@ -205,7 +205,7 @@ class Predictor(BaseRunner):
                 text, is_chat = self._prompt(prompt, system, prompt_template)
             else:
                 why = "and messages cannot be combined"
-                # The one without a text of its own changes nothing.
+                # The template {prompt} sends a text unchanged, and so changes nothing here.
                 has_template = bool(prompt_template) and prompt_template != "{prompt}"
                 _refuse(why, prompt=prompt, prompt_template=has_template)
                 text = self._chat(messages, system, tools, chat_template_kwargs)
@@ -213,7 +213,8 @@ class Predictor(BaseRunner):
             stops = settings.stop_sequences if stop_sequences is None else stop_sequences
             return Request(
                 prompt=text,
-                add_special_tokens=False if is_chat else None,  # a rendered chat has them
+                # A rendered chat has them.
+                add_special_tokens=False if is_chat else None,
                 max_tokens=resolve_tokens("max", max_tokens, max_new_tokens),
                 min_tokens=resolve_tokens("min", min_tokens, min_new_tokens),
                 temperature=temperature,
