@@ -49,21 +49,21 @@ def main(directory: str) -> str | None:
 
 def constraints(roots: list[str]) -> dict[str, str]:
     """Return the constraint of each installed package that the roots need, and of the roots, by name."""
-    asked = defaultdict[str, SpecifierSet](SpecifierSet)
+    specifiers = defaultdict[str, SpecifierSet](SpecifierSet)
     followed: set[tuple[str, str]] = set()
     # It grows while it is read.
     queue = [Requirement(root) for root in roots]
     for requirement in queue:
         name = canonicalize_name(requirement.name)
-        asked[name] &= requirement.specifier
+        specifiers[name] &= requirement.specifier
         for extra in ("", *requirement.extras):
             if (name, extra) not in followed and installed(name):
                 followed.add((name, extra))
                 needs = map(Requirement, requires(name) or [])
                 queue += [r for r in needs if not r.marker or r.marker.evaluate({"extra": extra})]
     return {
-        name: f"{name}{asked[name]}" if name in ADJUSTABLE else f"{name}=={installed(name)}"
-        for name in sorted(filter(installed, asked))
+        name: f"{name}{specifiers[name]}" if name in ADJUSTABLE else f"{name}=={installed(name)}"
+        for name in sorted(filter(installed, specifiers))
     }
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,22 @@ The file formats are those of OpenAI's Batch API and vLLM's run-batch.
 The answers, including errors, are in the order of the requests. After Ctrl-C, the server at --url
 continues the batch. The exit status is 1 if the server rejected the file or stopped the batch early.
 """
+
+
+RequestKey = tuple[str, str]  # the endpoint, and the request's custom_id
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line of a file of requests."""
+
+    endpoint: str
+    custom_id: str
+    line: bytes
+
+    @property
+    def key(self) -> RequestKey:
+        return self.endpoint, self.custom_id
 
 
 class Options(argparse.Namespace):
@@ -99,38 +116,59 @@ def variables(options: Options) -> Variables:
 
 
 def run(options: Options) -> int:
-    """Write an answer for each line, in their order; return 1 if a batch was ended before."""
+    """Write an answer for each request, in their order; return 1 if a batch ended early."""
     import httpx
 
     file = options.input_file or options.input
     if file is None:
         raise OSError("no file of requests; usage: cog-triton batch FILE --output FILE")
-    groups: dict[str, list[bytes]] = {}  # a batch asks one endpoint, a file may ask several
-    order = []
-    for number, line in enumerate(filter(bytes.strip, file.read_bytes().splitlines()), 1):
+    requests = read_requests(file)
+    # All requests of a batch use one endpoint; those of a file may use several.
+    lines: dict[str, list[bytes]] = {}
+    for request in requests:
+        lines.setdefault(request.endpoint, []).append(request.line)
+    answers: dict[RequestKey, bytes] = {}
+    with contextlib.ExitStack() as stack:
+        url = options.url or stack.enter_context(temporary_server())
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=600.0))
+        client.headers["Authorization"] = f"Bearer {options.api_key}"
+        names = [begin(client, endpoint, b"\n".join(group)) for endpoint, group in lines.items()]
+        batches = wait(client, names, len(requests))
+        for batch in batches:
+            answers.update(results(client, batch))
+    with options.output.open("wb") as output:
+        for request in requests:
+            if request.key in answers:
+                output.write(answers[request.key] + b"\n")
+    for batch in batches:
+        report(batch)
+    return int(any(batch["status"] != "completed" for batch in batches))
+
+
+def read_requests(file: Path) -> list[BatchRequest]:
+    """Read the lines of a file, or raise OSError for one that is not a request."""
+    requests = []
+    lines = [line for line in file.read_bytes().splitlines() if line.strip()]
+    for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-            order.append((value["url"], value["custom_id"]))
-            groups.setdefault(value["url"], []).append(line)
+            content = json.loads(line)
+            request = BatchRequest(content["url"], content["custom_id"], line)
+            hash(request.key)  # a list or an object in it raises TypeError
+            requests.append(request)
         except (ValueError, LookupError, TypeError):
             raise OSError(
                 f"request {number} is not a JSON object with the keys url and custom_id"
             ) from None
-    with contextlib.ExitStack() as stack:
-        url = options.url or stack.enter_context(own_server())
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=600.0))
-        client.headers["Authorization"] = f"Bearer {options.api_key}"
-        names = [begin(client, url, b"\n".join(lines)) for url, lines in groups.items()]
-        ended = wait(client, names, len(order))
-        answers = {own: line for one in ended for own, line in results(client, one)}
-    with options.output.open("wb") as output:
-        output.writelines(answers[own] + b"\n" for own in order if own in answers)
-    for one in ended:
-        for problem in (one["errors"] or {}).get("data", ()):
-            print(f"line {problem['line']}: {problem['message']}", file=sys.stderr)
-        counts = "{completed} answers and {failed} errors".format(**one["request_counts"])
-        print(f"{one['id']} {one['status']}: {counts}", file=sys.stderr)
-    return int(any(one["status"] != "completed" for one in ended))
+    return requests
+
+
+def report(batch: dict[str, Any]) -> None:
+    """Print how a batch ended, and the mistakes in its file."""
+    for problem in (batch["errors"] or {}).get("data", ()):
+        print(f"line {problem['line']}: {problem['message']}", file=sys.stderr)
+    counts = batch["request_counts"]
+    ended = f"{counts['completed']} answers and {counts['failed']} errors"
+    print(f"{batch['id']} {batch['status']}: {ended}", file=sys.stderr)
 
 
 def ask(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
@@ -159,29 +197,35 @@ def wait(client: httpx.Client, names: list[str], count: int) -> list[dict[str, A
     with tqdm(total=count, unit=" requests", disable=None) as bar:
         while True:
             batches = [ask(client, "GET", f"/v1/batches/{name}").json() for name in names]
-            counts = [one["request_counts"] for one in batches]
-            bar.update(sum(own["completed"] + own["failed"] for own in counts) - bar.n)
-            if all(one["status"] in ENDS for one in batches):
+            counts = [batch["request_counts"] for batch in batches]
+            done = sum(count["completed"] + count["failed"] for count in counts)
+            bar.update(done - bar.n)
+            if all(batch["status"] in ENDS for batch in batches):
                 return batches
             time.sleep(LOOK_SECONDS)
 
 
-def results(client: httpx.Client, one: dict[str, Any]) -> Iterator[tuple[Any, bytes]]:
-    for file in filter(None, (one["output_file_id"], one["error_file_id"])):
+def results(client: httpx.Client, batch: dict[str, Any]) -> Iterator[tuple[RequestKey, bytes]]:
+    """Yield the answers and errors of a batch, each with the key of its request."""
+    for file in (batch["output_file_id"], batch["error_file_id"]):
+        if file is None:
+            continue
         for line in ask(client, "GET", f"/v1/files/{file}/content").content.splitlines():
-            yield (one["endpoint"], json.loads(line)["custom_id"]), line
+            yield (batch["endpoint"], json.loads(line)["custom_id"]), line
 
 
 @contextlib.contextmanager
-def own_server() -> Iterator[str]:
-    """Run a server until its URL is needed no more."""
+def temporary_server() -> Iterator[str]:
+    """Run a server, and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="cog-triton-batch-") as directory:
         environment = {**os.environ, "STORE": f"{directory}/journal.db"}
         command = [sys.executable, "-c", SERVE]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             assert process.stdout is not None
             try:
-                if not (url := re.search(r"http://\S+:\d+", process.stdout.readline().decode())):
+                first_line = process.stdout.readline().decode()
+                url = re.search(r"http://\S+:\d+", first_line)
+                if url is None:
                     raise OSError("the server did not start")
                 yield url[0]
             finally:

@@ -8,7 +8,7 @@ import sys
 def set_up_log() -> None:
     """Write short lines to a terminal, and objects of JSON where LOG_FORMAT=json.
 
-    Elsewhere the log stays Python's own, with levels and names, for who reads it by a program already.
+    Elsewhere, keep Python's format with levels and names, which programs may already read.
     """
     from cog_triton.settings import read_settings
     from cog_triton.terminal.serving import Report

@@ -28,10 +28,10 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        self._given: Sequence[str] = ()
+        self._arguments: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else list(args)
+        self._arguments = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _suggestions(self, message: str) -> list[str]:
         lines = []
-        for word in self._given:
+        for word in self._arguments:
             if word == "--":
                 break
             option = word.partition("=")[0]

@@ -80,7 +80,7 @@ def run(options: Options) -> int:
 def free_ports(environ: Mapping[str, str]) -> Variables:
     """Return the variables that let Triton take free ports, but for those that are set.
 
-    Another server may run here, and nobody but this process asks this Triton.
+    Another server may be running on this machine, and only this process uses this Triton.
     """
     return {name: "0" for name in TRITON_PORTS if not environ.get(name)}
 

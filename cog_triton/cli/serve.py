@@ -94,21 +94,21 @@ def run(options: Options) -> int:
     return asyncio.run(serving.run(command, environment({**os.environ, "PORT": str(port)})))
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the server's environment: as ``cog build`` would set it in an image, under what is given."""
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the server's environment: ``environ`` over what ``cog build`` would set in an image."""
     import yaml
 
     config = yaml.safe_load((ROOT / "cog.yaml").read_text(encoding="utf-8"))
     # coglet starts its worker with the first python in PATH.
-    path = os.pathsep.join([str(Path(sys.executable).parent), given.get("PATH", "")])
+    path = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])
     defaults = {
         "COG_MAX_CONCURRENCY": str(config["concurrency"]["max"]),
         "COG_PREDICT_TYPE_STUB": str(ROOT / config["predict"]),
         # With more, Cog's server refuses requests although slots are free. See docs/operations.md.
         "TOKIO_WORKER_THREADS": "1",
     }
-    # Cog's server writes JSON, which is read here, unless it is told otherwise.
-    return {**defaults, **given, "PATH": path, "LOG_FORMAT": "json"}
+    # This process reads the log of Cog's server, and writes it in the format that the user wants.
+    return {**defaults, **environ, "PATH": path, "LOG_FORMAT": "json"}
 
 
 def why_not_free(host: str, port: int) -> str:
