@@ -39,6 +39,7 @@ from cog_triton.api.openai.storage.records import (
 from cog_triton.api.openai.storage.responses import (
     ActiveResponse,
     BackgroundResponse,
+    Conclusion,
     ResponseStore,
 )
 from cog_triton.api.openai.storage.storage import Storage
@@ -99,13 +100,13 @@ class BackgroundRun:
         for record in records:
             self.feed(record)
 
-    def conclude(self, records: Sequence[Record]) -> tuple[bytes, Sequence[Record]]:
+    def conclude(self, records: Sequence[Record]) -> Conclusion:
         """Take the last records, and cancel a response that has no end; see ``ResponseStore.end``."""
         if not self.ended:
             self.feed_all(records)
         if not self.ended:
             self.feed(CancelledRecord())
-        return dumps(self.response), self.records
+        return Conclusion(dumps(self.response), self.records)
 
     def show(self, count: int) -> None:
         """Let so many events be sent."""
@@ -269,8 +270,8 @@ class BackgroundResponses(Jobs[ActiveResponse]):
         content = dumps(response)
         failed = FailedRecord(500, "server_error", reason)
 
-        def conclude(records: Sequence[Record]) -> tuple[bytes, Sequence[Record]]:
-            return content, [*records, failed]
+        def conclude(records: Sequence[Record]) -> Conclusion:
+            return Conclusion(content, [*records, failed])
 
         await self._responses.end(id, lambda: 0, conclude)
 

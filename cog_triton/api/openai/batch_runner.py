@@ -64,6 +64,15 @@ class LineError:
     message: str
 
 
+@dataclass(frozen=True)
+class LineReply:
+    """What the application has answered to a line."""
+
+    call: Call
+    status: int
+    content: bytes
+
+
 # Errors of the lines that a batch did not come to, by how it ended.
 UNANSWERED: dict[Status, LineError] = {
     "cancelled": LineError(
@@ -244,28 +253,26 @@ class Runner(Jobs[ActiveBatch]):
 
     async def _answer_of(self, batch: RunningBatch, key: Key, line: InputLine) -> LineAnswer:
         """Return the answer to a line, which may be an error."""
-        call = Call("", batch.endpoint)
         custom_id: str | None = None
         try:
             request = await self._parsed(line)
             custom_id = request.custom_id
             seeded = self._served.backend.draws_seeds
             body = body_of(request, batch, line.number, seeded=seeded)
-            call, status, content = await self._ask(batch.endpoint, key, body)
+            reply = await self._ask(batch.endpoint, key, body)
         except ApiError as error:
-            status = error.status
-            content = dumps(error.body())
+            reply = LineReply(Call("", batch.endpoint), error.status, dumps(error.body()))
         response = {
-            "status_code": status,
-            "request_id": call.id,
-            "body": orjson.Fragment(content),
+            "status_code": reply.status,
+            "request_id": reply.call.id,
+            "body": orjson.Fragment(reply.content),
         }
         return LineAnswer(
             line=line.number,
-            part="output" if status == 200 else "error",
+            part="output" if reply.status == 200 else "error",
             data=output_line(custom_id, response=response),
-            input_tokens=call.input_tokens,
-            output_tokens=call.output_tokens,
+            input_tokens=reply.call.input_tokens,
+            output_tokens=reply.call.output_tokens,
         )
 
     async def _parsed(self, line: InputLine) -> LineBody:
@@ -273,7 +280,7 @@ class Runner(Jobs[ActiveBatch]):
             return await asyncio.to_thread(parsed_line, line.data, self._served)
         return parsed_line(line.data, self._served)
 
-    async def _ask(self, path: str, key: Key, body: bytes) -> tuple[Call, int, bytes]:
+    async def _ask(self, path: str, key: Key, body: bytes) -> LineReply:
         """Ask until the answer does not say to ask again."""
         served = self._served
         for attempt in itertools.count(1):
@@ -290,7 +297,7 @@ class Runner(Jobs[ActiveBatch]):
             await asyncio.sleep(min(2.0**attempt, LONGEST_PAUSE))
             while not await served.backend.healthy():
                 await asyncio.sleep(LOOK_SECONDS)
-        return call, reply.status_code, reply.content
+        return LineReply(call, reply.status_code, reply.content)
 
     async def _end_open_lines(self, batch: RunningBatch, error: LineError) -> None:
         """Write an error for each line that has no answer yet, or raise NoRoom."""

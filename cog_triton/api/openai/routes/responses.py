@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -64,15 +65,10 @@ async def create(body: ResponsesBody, served: FromApp, background: BackgroundFro
         )
     body = await with_earlier(served, body)
 
-    def prepare() -> tuple[Turn, dict[str, Any], bytes]:
-        turn = chat_turn(from_responses.chat_body(body), served, from_responses.tool_places(body))
-        response = response_fields(body, turn.request, int(time.time()))
-        response["store"] = storage is not None
-        # Before the answer is made, which would be lost if the input could not be stored.
-        items = stored(input_items(body)) if storage is not None else b""
-        return turn, response, items
-
-    turn, response, items = await off_loop(prepare)
+    prepared = await off_loop(partial(prepare, body, served, is_kept=storage is not None))
+    turn = prepared.turn
+    response = prepared.response
+    items = prepared.items
     if body.background and storage is not None and background is not None:
         with served.answering():
             await add_to_background(served, storage, body, response, turn.request, items)
@@ -133,6 +129,32 @@ async def list_input(id: str, served: FromApp, request: HttpRequest) -> Response
     row = await found(served, id)
     content = await asyncio.to_thread(_page_of_items, row.input, query)
     return Response(content, media_type="application/json")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a body asks for, before the answer is made.
+
+    Attributes:
+        response: the fields of the response as they are at first.
+        items: JSON of the input as it is kept.
+    """
+
+    turn: Turn
+    response: dict[str, Any]
+    items: bytes
+
+
+def prepare(body: ResponsesBody, served: Served, *, is_kept: bool) -> Prepared:
+    """Return what a body asks for, or raise ApiError.
+
+    The input is encoded now: if it could not be stored, the answer would be lost.
+    """
+    turn = chat_turn(from_responses.chat_body(body), served, from_responses.tool_places(body))
+    response = response_fields(body, turn.request, int(time.time()))
+    response["store"] = is_kept
+    items = stored(input_items(body)) if is_kept else b""
+    return Prepared(turn, response, items)
 
 
 async def found(served: Served, id: str) -> StoredResponse:

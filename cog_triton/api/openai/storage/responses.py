@@ -116,6 +116,26 @@ class Progress:
     has_ended: bool
 
 
+@dataclass(frozen=True)
+class Conclusion:
+    """The end of a background response: its JSON as a client reads it, and all of its records."""
+
+    response: bytes
+    records: Sequence[Record]
+
+
+@dataclass(frozen=True)
+class StoredProgress:
+    """What the file has of a background response.
+
+    Attributes:
+        parts: its encoded records: once it has ended all of them, before that those of the log.
+    """
+
+    has_ended: bool
+    parts: Sequence[bytes]
+
+
 class ResponseStore:
     """The table ``responses``, and the log of the responses that run."""
 
@@ -142,14 +162,13 @@ class ResponseStore:
         stored = await self._journal.read(partial(_read_progress, id=id, position=position))
         if stored is None:
             return None
-        has_ended, parts = stored
-        if sum(len(part) for part in parts) >= LARGE_BYTES:
-            records = await asyncio.to_thread(_decode_all, parts)
+        if sum(len(part) for part in stored.parts) >= LARGE_BYTES:
+            records = await asyncio.to_thread(_decode_all, stored.parts)
         else:
-            records = _decode_all(parts)
-        if has_ended:  # its only part has all records
+            records = _decode_all(stored.parts)
+        if stored.has_ended:  # its only part has all records
             records = records[position:]
-        return Progress(records, has_ended)
+        return Progress(records, stored.has_ended)
 
     async def insert(self, row: NewResponse) -> None:
         """Keep a response that has ended; the oldest of its key make room for it, or NoRoom is raised."""
@@ -291,7 +310,7 @@ class ResponseStore:
         self,
         id: str,
         position: Callable[[], int],
-        conclude: Callable[[Sequence[Record]], tuple[bytes, Sequence[Record]]],
+        conclude: Callable[[Sequence[Record]], Conclusion],
     ) -> bool:
         """End a response behind all that any process has written of it.
 
@@ -299,26 +318,25 @@ class ResponseStore:
 
         Args:
             position: returns how many records the caller has.
-            conclude: takes the further ones; returns the JSON of the response, and all records. Both are
-                called in the writer's thread, and again if the transaction is repeated.
+            conclude: takes the further ones and returns the end. Both are called in the writer's thread,
+                and again if the transaction is repeated.
         """
 
-        def end(connection: sqlite3.Connection) -> bool:
+        def write_end(connection: sqlite3.Connection) -> bool:
             stored = _read_progress(connection, id, position())
             if stored is None:
                 return False
-            has_ended, parts = stored
-            if has_ended:
+            if stored.has_ended:
                 return False
-            response, records = conclude(_decode_all(parts))
+            end = conclude(_decode_all(stored.parts))
             sql = """
                 UPDATE responses SET runner = NULL, response = ?, records = ?
                 WHERE id = ? AND runner IS NOT NULL
             """
-            updated: int = connection.execute(sql, (response, encode(records), id)).rowcount
+            updated: int = connection.execute(sql, (end.response, encode(end.records), id)).rowcount
             return updated == 1
 
-        return await self._journal.write(end)
+        return await self._journal.write(write_end)
 
     def delete_oldest(self, connection: sqlite3.Connection, expiry: Expiry) -> int:
         sql = """
@@ -330,10 +348,8 @@ class ResponseStore:
         return connection.execute(sql, values).rowcount
 
 
-def _read_progress(
-    connection: sqlite3.Connection, id: str, position: int
-) -> tuple[bool, list[bytes]] | None:
-    """Return whether a response has ended, and its records: all of them then, else those of the log."""
+def _read_progress(connection: sqlite3.Connection, id: str, position: int) -> StoredProgress | None:
+    """Return what the file has of a response; of one that runs, the records from a position on."""
     sql = "SELECT runner IS NULL FROM responses WHERE id = ?"
     row = connection.execute(sql, (id,)).fetchone()
     if row is None:
@@ -345,7 +361,7 @@ def _read_progress(
     else:
         sql = "SELECT records FROM log WHERE response = ? AND position >= ? ORDER BY position"
         found = connection.execute(sql, (id, position))
-    return has_ended, [data for (data,) in found]
+    return StoredProgress(has_ended, [data for (data,) in found])
 
 
 def _decode_all(parts: Sequence[bytes]) -> list[Record]:

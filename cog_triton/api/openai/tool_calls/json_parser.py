@@ -143,9 +143,9 @@ class JsonCallParser(Parser):
         seen = ""  # the object so far, as the model wrote it
         mended: list[str] = []  # the same without mistakes
         while True:
-            taken, piece = copier.copy(self._held, ended=self._ended, cut=self._cut)
-            seen += self._take(taken)
-            mended.append(piece)
+            copied = copier.copy(self._held, ended=self._ended, cut=self._cut)
+            seen += self._take(copied.size)
+            mended.append(copied.written)
             head = _OBJECT_HEAD.match(seen)
             if head and self._is_offered(head[1], marked=marked):
                 self._held = seen[head.end() - 1 :] + self._held
@@ -188,10 +188,10 @@ class JsonCallParser(Parser):
         block = self.blocks[-1]
         copier = JsonCopier(self._format.closing)
         while True:
-            taken, piece = copier.copy(self._held, ended=self._ended, cut=self._cut)
-            written += self._take(taken)
-            if piece:
-                yield self._piece("call", piece)
+            copied = copier.copy(self._held, ended=self._ended, cut=self._cut)
+            written += self._take(copied.size)
+            if copied.written:
+                yield self._piece("call", copied.written)
             if copier.complete or self._ended:
                 break
             yield None
@@ -207,8 +207,8 @@ class JsonCallParser(Parser):
         copier = JsonCopier(self._format.closing)
         copier.copy("{", ended=False, cut=False)
         while True:
-            taken, _ = copier.copy(self._held, ended=self._ended, cut=self._cut)
-            self._take(taken)
+            copied = copier.copy(self._held, ended=self._ended, cut=self._cut)
+            self._take(copied.size)
             if copier.complete or self._ended:
                 return
             yield None

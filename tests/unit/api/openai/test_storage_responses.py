@@ -10,7 +10,7 @@ import pytest
 from cog_triton.api.openai.storage import database
 from cog_triton.api.openai.storage.limits import NoRoom, Share, StorageLimits, all_usages
 from cog_triton.api.openai.storage.records import CancelledRecord, ChunkRecord, FailedRecord, Record
-from cog_triton.api.openai.storage.responses import NewResponse
+from cog_triton.api.openai.storage.responses import Conclusion, NewResponse
 from cog_triton.api.openai.storage.storage import Storage
 
 pytestmark = pytest.mark.anyio
@@ -39,8 +39,8 @@ async def begin(storage: Storage, id: str) -> None:
 
 
 def ending(*last: Record) -> Any:
-    def conclude(records: Sequence[Record]) -> tuple[bytes, Sequence[Record]]:
-        return b"ended", [*records, *last]
+    def conclude(records: Sequence[Record]) -> Conclusion:
+        return Conclusion(b"ended", [*records, *last])
 
     return conclude
 
