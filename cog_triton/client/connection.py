@@ -275,10 +275,15 @@ class Connection(asyncio.Protocol):
 
     def _send_now(self) -> None:
         self._sending_soon = False
-        if not self.closed:
+        if self.closed:
+            return
+        try:
             for call in self._calls.values():
                 call.send(self._h2)
-            self._flush()
+        except H2Error as error:
+            self.close(f"a message cannot be sent: {error}")
+            return
+        self._flush()
 
     # Called by the event loop
 

@@ -117,10 +117,23 @@ class Front:
             log("WARN", f"{host}, port {taken}: {error.strerror}")
             os._exit(1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        await self._stop.wait()
+        await self._wait_for_stop(serving, watching)
         await self._end()
         # Cog's server ends the process.
         await asyncio.gather(serving, watching)
+
+    async def _wait_for_stop(
+        self, serving: asyncio.Task[None], watching: asyncio.Task[None]
+    ) -> None:
+        """Wait until the front is to stop, or raise: without either task the server would be no use."""
+        stopping = asyncio.create_task(self._stop.wait())
+        waited_for: set[asyncio.Task[Any]] = {stopping, serving, watching}
+        while not self._stop.is_set():
+            done, waited_for = await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if serving in done and not self._stop.is_set():
+                raise RuntimeError("it does not listen any more")
 
     async def _end_with_worker(self) -> None:
         """End this process soon after its worker.

@@ -172,6 +172,8 @@ class _LiveStream:
 
 def _tell_texts() -> None:
     """Send the front the texts of this turn of the event loop."""
-    for first in range(0, len(_texts), _TEXTS_IN_MESSAGE):
-        tell("texts", *_texts[first : first + _TEXTS_IN_MESSAGE], wait=False)
+    texts = list(_texts)
+    # First, because the next text asks for another turn only if there are none.
     _texts.clear()
+    for begin in range(0, len(texts), _TEXTS_IN_MESSAGE):
+        tell("texts", *texts[begin : begin + _TEXTS_IN_MESSAGE], wait=False)

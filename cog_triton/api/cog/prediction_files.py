@@ -10,13 +10,16 @@ directories whose mark nobody holds: their server was killed.
 import contextlib
 import fcntl
 import fnmatch
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cog_triton.api.cog.private_directory import PrivateDirectory, UnsafeDirectory
 from cog_triton.server.guard import hold, process_name
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY = Path("/tmp/coglet/predictions")
 _LEAST_PRIORITY = 19
@@ -34,7 +37,7 @@ class PredictionFiles:
             hold(_path(opened.parent) / self._mark)
         # A removal may take 1 ms, too long for an event loop.
         self._remover = ThreadPoolExecutor(1, "remove", os.nice, (_LEAST_PRIORITY,))
-        self._remover.submit(self._remove_abandoned)
+        self._submit(self._remove_abandoned)
 
     def problem(self) -> str:
         """Return why no prediction may have a directory; empty if it may."""
@@ -53,7 +56,7 @@ class PredictionFiles:
 
     def remove_soon(self, identifier: str) -> None:
         """Remove a prediction's directory, in a thread."""
-        self._remover.submit(self._directory.remove, identifier)
+        self._submit(self._directory.remove, identifier)
 
     def after_removals(self) -> "Future[int]":
         """Return a future that is done when all earlier removals are."""
@@ -65,6 +68,10 @@ class PredictionFiles:
         with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
             os.unlink(self._mark, dir_fd=opened.parent)
 
+    def _submit(self, work: Callable[..., None], *args: str) -> None:
+        """Do something in the thread, and log it if it fails."""
+        self._remover.submit(work, *args).add_done_callback(_log_error)
+
     def _remove_abandoned(self) -> None:
         """Remove the directories of killed servers: nobody holds their marks."""
         with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
@@ -72,6 +79,12 @@ class PredictionFiles:
                 with contextlib.suppress(OSError), _locked(name, opened.parent):
                     self._directory.remove_marked(name)
                     os.unlink(name, dir_fd=opened.parent)
+
+
+def _log_error(removal: "Future[None]") -> None:
+    error = removal.exception()
+    if error is not None:
+        logger.error("files of predictions could not be removed", exc_info=error)
 
 
 def _path(descriptor: int) -> Path:

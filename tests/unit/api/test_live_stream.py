@@ -102,6 +102,18 @@ async def test_the_front_gets_each_text_at_once_and_cog_those_of_a_while_as_one(
     assert await rest(pieces) == ["1 2 3 "]
 
 
+async def test_texts_that_cannot_be_sent_hold_no_later_ones_back(front: socket.socket) -> None:
+    live_stream._texts.append(("x", 0, "\ud800"))  # JSON for Cog cannot have it either
+    with pytest.raises(TypeError):
+        live_stream._tell_texts()
+    source = Source()
+    pieces = started(source.texts(1), "y")
+    source.let.release()
+    message = await asyncio.to_thread(front.recv, 1000)
+    assert json.loads(message) == ["texts", ["y", 0, "0 "]]
+    assert await rest(pieces) == ["0 "]
+
+
 async def test_the_end_is_told_also_where_texts_are_dropped(front: socket.socket) -> None:
     for _ in range(10_000):
         live_stream.tell("texts", ["x", 0, "a" * 100], wait=False)

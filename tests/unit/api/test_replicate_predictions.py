@@ -15,12 +15,14 @@ from starlette.routing import Router
 from cog_triton.api.cog import server
 from cog_triton.api.cog.answer import Answer
 from cog_triton.api.cog.cog_server import CogServer, Reply
-from cog_triton.api.cog.front import EXIT_STATUS
+from cog_triton.api.cog.front import EXIT_STATUS, Front
 from cog_triton.api.cog.messages import VARIABLE
 from cog_triton.api.cog.predictions import Predictions
 from cog_triton.api.cog.replicate import kept
 from cog_triton.api.cog.replicate.kept import Kept
 from cog_triton.api.cog.replicate.routes import Replicate
+from cog_triton.settings import read_settings
+from cog_triton.web.server import bound
 
 pytestmark = pytest.mark.anyio
 
@@ -96,3 +98,23 @@ def test_a_front_that_fails_ends_the_process(
     server.run_front(cast(Any, front), 0)
     assert statuses == [EXIT_STATUS]
     assert "no sockets left" in capsys.readouterr().err
+
+
+async def test_a_front_that_does_not_listen_any_more_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cog's server would go on, with nobody who can reach it."""
+    monkeypatch.setenv(VARIABLE, "")
+    predictions = Predictions(tmp_path / "predictions")
+    front = Front(bound("127.0.0.1", 0), read_settings({}), predictions)
+    monkeypatch.setattr(front, "_end_with_worker", asyncio.Event().wait)
+    never_readable, writer = os.pipe()
+    serving = asyncio.create_task(front.serve(lambda: 1, never_readable))
+    while not front._server.started:
+        await asyncio.sleep(0.01)
+    front._server.should_exit = True
+    with pytest.raises(RuntimeError, match="does not listen"):
+        await asyncio.wait_for(serving, 20)
+    predictions.files.remove_all()
+    for descriptor in (never_readable, writer):
+        os.close(descriptor)

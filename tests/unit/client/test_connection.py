@@ -9,7 +9,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
-from h2.exceptions import H2Error
+from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes
 
 from cog_triton.client import connection as module
@@ -318,3 +318,20 @@ async def test_a_loss_ends_all_calls_and_those_still_to_be_sent(exchange: Exchan
     with pytest.raises(ConnectionUnusable, match="the connection was lost"):
         exchange.open(b"")
     assert not exchange.connection.usable
+
+
+async def test_a_message_that_cannot_be_sent_ends_the_connection(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its request would wait for an answer, and nobody would say why."""
+    call = exchange.open(b"first")
+    await exchange.exchange()
+
+    def send_data(*_: object) -> None:
+        raise ProtocolError("the stream is closed")
+
+    monkeypatch.setattr(exchange.connection._h2, "send_data", send_data)
+    call.write(b"second")
+    await asyncio.sleep(0)
+    problem = "a message cannot be sent: the stream is closed"
+    assert exchange.ends == {call.number: CallEnd(problem, blameless=True)}
