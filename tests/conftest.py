@@ -78,8 +78,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist is not in every environment
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one process more than there are cores, since tests of servers mostly wait."""
+    return (os.cpu_count() or 1) + 1
+
+
 # Servers that are started once for all tests that only send them requests.
 SHARED_SERVERS = ("cog_server", "paced_cog_server")
+# Files that compute with PyTorch, whose import takes seconds: one process runs them.
+COMPUTE = "tests that compute with PyTorch"
+COMPUTING = ("unit/engines/*.py", "unit/adapters/test_tensors.py", "unit/weights/test_gguf.py")
+FIRST_GROUPS = (*SHARED_SERVERS, COMPUTE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share a server in one process (``--dist loadgroup``); these begin."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=lambda item: group_of(item) not in SHARED_SERVERS)
+    items.sort(key=lambda item: group_of(item) not in FIRST_GROUPS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -101,6 +111,8 @@ def group_of(item: pytest.Item) -> str:
     definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if shared := [name for name in SHARED_SERVERS if name in definitions]:
         return shared[0]
+    if any(item.path.match(f"tests/{pattern}") for pattern in COMPUTING):
+        return COMPUTE
     of_module = any(found[-1].scope == "module" for found in definitions.values())
     alone = "integration" in item.path.parts and not of_module
     return item.nodeid if alone else item.nodeid.partition("::")[0]

@@ -45,6 +45,9 @@ ENGINES: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 VLLM = pytest.param("vllm", marks=NEEDS_VLLM)
+TRANSFORMERS = pytest.param("transformers", marks=pytest.mark.slow)  # imports PyTorch
+MARKED = {"transformers": TRANSFORMERS, "vllm": VLLM}
+EVERY_ENGINE = [MARKED.get(name, name) for name in sorted(ENGINES)]
 _keys = count(1)
 
 

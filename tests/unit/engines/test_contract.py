@@ -9,13 +9,23 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams, create_engine
-from tests.unit.engines.conftest import ENGINES, PROMPT, VLLM, Requests, Stream, request, running
+from tests.unit.engines.conftest import (
+    ENGINES,
+    EVERY_ENGINE,
+    PROMPT,
+    TRANSFORMERS,
+    VLLM,
+    Requests,
+    Stream,
+    request,
+    running,
+)
 
 # vLLM takes no higher temperature than 2.
 WARM = SamplingParams(temperature=2.0, top_p=1.0, seed=7)
 
 
-@pytest.fixture(scope="module", params=[*sorted(ENGINES.keys() - {"vllm"}), VLLM])
+@pytest.fixture(scope="module", params=EVERY_ENGINE)
 def parameters(
     request: pytest.FixtureRequest,
     demo_model: Path,
@@ -159,7 +169,7 @@ def test_an_unknown_engine_is_refused() -> None:
 # Sampling
 
 
-@pytest.fixture(scope="module", params=["transformers", VLLM])
+@pytest.fixture(scope="module", params=[TRANSFORMERS, VLLM])
 def sampler(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Requests]:
     with running(ENGINES[request.param](demo_model)) as requests:
         yield requests

@@ -31,6 +31,8 @@ from tests.late import (
 from tests.peft_reference import Reference, load
 from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 

@@ -26,6 +26,8 @@ from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from tests.late import transformers
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 
+pytestmark = pytest.mark.slow
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

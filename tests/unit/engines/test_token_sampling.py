@@ -12,6 +12,8 @@ from cog_triton.engines.base import GenerationRequest, SamplingParams
 from tests.late import torch, transformers, transformers_step
 from tests.unit.engines.conftest import MAX_SEED
 
+pytestmark = pytest.mark.slow
+
 ROWS = 20_000
 
 

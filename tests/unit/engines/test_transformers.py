@@ -21,6 +21,8 @@ from cog_triton.request.request import Guide, GuideKind
 from tests.late import torch, transformers, transformers_engine, transformers_step
 from tests.unit.engines.conftest import ENGINES, RANDOM, TIMEOUT, Requests, Stream, running
 
+pytestmark = pytest.mark.slow
+
 PAGE_TOKENS = 64
 BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces
 

@@ -21,6 +21,8 @@ from tests.late import (
 from tests.tiny_models import save_tiny_model
 from tests.unit.engines.conftest import running
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     Weights = dict[str, torch.Tensor]
 

@@ -11,6 +11,8 @@ from tests.late import torch, transformers
 from tests.tiny_models import save_tiny_model
 from tests.unit.engines.conftest import Requests, running
 
+pytestmark = pytest.mark.slow
+
 TRAINED = 64
 TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0)

@@ -15,6 +15,8 @@ from tests.support import wait_until
 from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
 from tests.unit.engines.conftest import RANDOM, Requests, Stream, running
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[*range(5, 15)], [*range(3, 61)], [*range(3, 203)], [7], [*range(9, 40)]]
 

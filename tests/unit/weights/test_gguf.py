@@ -107,6 +107,7 @@ def settings(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Sett
     return with_files(read_settings(environment))
 
 
+@pytest.mark.slow
 def test_the_converted_model_is_the_one_that_transformers_reads(
     settings: Settings, model_file: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_the_converted_model_is_the_one_that_transformers_reads(
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi"
 
 
+@pytest.mark.slow
 def test_a_file_or_its_directory_is_converted_once(
     settings: Settings, model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +175,17 @@ def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
     assert gguf.gguf_file(single.parent) == single
 
 
+@pytest.mark.slow
 def test_a_file_is_known_by_its_first_bytes_and_converted_to_the_type_of_the_settings(
-    model_file: Path, tmp_path: Path
+    model_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Ollama keeps files under their hashes."""
+    """Ollama keeps files under their hashes. The conversion says how far it is."""
+    monkeypatch.setattr(gguf, "PIPE_SECONDS", 0.0)
+    monkeypatch.setattr(gguf, "TERMINAL_SECONDS", 0.0)
+    caplog.set_level("INFO", gguf.progress.name)
     blob = tmp_path / "sha256-1234"
     blob.write_bytes(model_file.read_bytes())
     cache = str(tmp_path / "cache")
@@ -186,6 +195,21 @@ def test_a_file_is_known_by_its_first_bytes_and_converted_to_the_type_of_the_set
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
     assert list(count_numbers(directory)) == ["BF16"]
     assert [path.name for path in directory.parent.iterdir() if "unfinished" in path.name] == []
+    check_progress(caplog, blob.name)
+
+
+def check_progress(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """Check that the log says how much of a file was read, up to all of it."""
+    lines = [record.getMessage() for record in caplog.records if record.name == gguf.progress.name]
+    assert lines.pop() == f"converting {name}: writing the weights"
+    sizes = [re.fullmatch(rf"converting {name}: (\S+)B of (\S+)B read", line) for line in lines]
+    assert len(sizes) > 5
+    assert None not in sizes
+    first, last = sizes[0], sizes[-1]
+    assert first is not None
+    assert last is not None
+    assert first[1] != first[2]
+    assert last[1] == last[2]
 
 
 def test_a_file_of_a_url_is_converted(
@@ -215,26 +239,6 @@ def test_a_file_that_is_cut_short_is_refused(model_file: Path, tmp_path: Path) -
         short.write_bytes(content[:length])
         with pytest.raises(ConfigurationError, match=r"\d+\.gguf: it is truncated or damaged"):
             gguf.converted(short, tmp_path / "cache")
-
-
-def test_a_conversion_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(gguf, "PIPE_SECONDS", 0.0)
-    monkeypatch.setattr(gguf, "TERMINAL_SECONDS", 0.0)
-    caplog.set_level("INFO", gguf.progress.name)
-    file = write_gguf(tmp_path / "tiny.gguf")
-    gguf.converted(file, tmp_path / "cache")
-    lines = [record.getMessage() for record in caplog.records if record.name == gguf.progress.name]
-    assert lines.pop() == "converting tiny.gguf: writing the weights"
-    sizes = [re.fullmatch(r"converting tiny\.gguf: (\S+)B of (\S+)B read", line) for line in lines]
-    assert len(sizes) > 5
-    assert None not in sizes
-    first, last = sizes[0], sizes[-1]
-    assert first is not None
-    assert last is not None
-    assert first[1] != first[2]
-    assert last[1] == last[2]
 
 
 def test_the_progress_of_a_short_conversion_is_not_logged(
