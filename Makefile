@@ -135,9 +135,9 @@ test-rare: $(DEVELOPED)
 	$(MAKE) $(DYNAMO_STAMP) || echo "Dynamo cannot be installed: its tests are skipped"
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
-# The fast half, on all cores, but for the few that take seconds.
+# The fast half, on all cores, but for what takes seconds, such as models that compute.
 test-unit: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
+	$(BIN)/python -m pytest -q -n logical -m "not slow and not rare" tests/unit
 
 # OpenAI's API with third-party clients and routers. GuideLLM, Ray and the frameworks need other versions of
 # NumPy, uvicorn and openai, so each has a separate environment.

@@ -21,11 +21,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Machines are shared: no example fails for the time that it takes.
+# Machines are shared: no example fails for the time that it takes. Each run tries other examples, so half
+# of the usual number is enough.
 with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
     from hypothesis import settings
 
-    settings.register_profile("untimed", deadline=None)
+    settings.register_profile("untimed", deadline=None, max_examples=50)
     settings.load_profile("untimed")
 
 # Of sentencepiece, whose authors are not we.
@@ -79,8 +80,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist is not in every environment
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one process more than there are cores, since tests of servers mostly wait."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Return, for ``-n auto``, one process more than there are cores: tests of servers mostly wait."""
+    if config.option.numprocesses != "auto":
+        return None
     return (os.cpu_count() or 1) + 1
 
 

@@ -162,7 +162,7 @@ def test_closing_ends_the_threads_and_drops_what_runs(parameters: dict[str, str]
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown engine 'none'; known are"):
+    with pytest.raises(ValueError, match="unknown engine 'none'; the known ones are"):
         create_engine({"engine": "none"})
 
 
