@@ -41,15 +41,39 @@ from cog_triton.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
+# Inputs that have another name in old ensembles, and inputs that these can do without.
 OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
 NOT_NEEDED = ("return_num_input_tokens",)
-WORDS = ("bad_words", "stop_words")  # old ensembles demand them
+# Inputs that old ensembles demand.
+WORDS = ("bad_words", "stop_words")
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The engine of an attached Triton.
+
+    Attributes:
+        name: None if the server does not say.
+        adapters: the adapters that are sent with requests; None if the engine reads them itself.
+    """
+
+    name: str | None = None
+    adapters: AdapterTensors | None = None
 
 
 async def attach(
     settings: Settings, address: str, model: str, context: int | None, *, announce: bool = True
 ) -> Deployment:
-    """Wait for the Triton at ``address``, and run requests on its ensemble, ours or ``model``."""
+    """Wait for the Triton at ``address``, and run requests on its ensemble.
+
+    Args:
+        model: the ensemble to use if Triton does not have this project's.
+        context: the context length in tokens, if it is known.
+        announce: log what is served.
+
+    Raises:
+        ConfigurationError: no Triton is ready in time, or it has no ensemble.
+    """
     if announce:
         for warning in misspelt_variables():
             announcement.logger.warning("%s", warning)
@@ -58,44 +82,66 @@ async def attach(
     await triton.wait(settings.start_timeout)
     closing = contextlib.AsyncExitStack()
     closing.push_async_callback(lambda: triton.current.aclose())
-    options: dict[str, Any] = {"context_length": context, "opened": closing}
-    engine, adapters = await triton.config(ENGINE), None
-    if engine is not None and "engine" in engine.parameters:
-        options["engine"] = engine.parameters["engine"].string_value
-    if engine is not None and engine.backend == "tensorrtllm":  # those in Python check requests
-        options["engine"] = "tensorrtllm"
-        if settings.lora_dir:
-            kinds = {tensor.name: DataType.Name(tensor.data_type) for tensor in engine.input}
-            dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
-            dtype = dtypes.get(kinds.get("lora_weights", ""), "float16")
-            adapters = AdapterTensors(settings.lora_dir, dtype)
-    end_tokens = options["end_tokens"] = await _end_tokens(settings, triton, tokenizer)
-    described = announcement.Served(
-        f"model {model}",
-        f"the Triton at {address}",
-        context_length=context,
-        end_tokens=announcement.texts_of(end_tokens, tokenizer),
-        template=announcement.template_of(settings, tokenizer),
-    )
+    engine = _read_engine(settings, await triton.config(ENGINE))
+    end_tokens = await _end_tokens(settings, triton, tokenizer)
     if announce:
-        announcement.logger.info("%s", described.line())
+        served = announcement.Served(
+            f"model {model}",
+            f"the Triton at {address}",
+            context_length=context,
+            end_tokens=announcement.texts_of(end_tokens, tokenizer),
+            template=announcement.template_of(settings, tokenizer),
+        )
+        announcement.logger.info("%s", served.line())
     streams = ResumingClient(
         triton,
         attempts=settings.resume_attempts,
         end_tokens=end_tokens,
-        adapters=adapters,
+        adapters=engine.adapters,
     )
-    admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
-    supervisor: Any = triton  # as far as a deployment asks one: for ``running``
-    needed = (settings, streams, supervisor, admission, tokenizer)
+    supervisor: Any = triton
+    shared: dict[str, Any] = {
+        "settings": settings,
+        "streams": streams,
+        # A deployment asks its supervisor only for ``running``.
+        "supervisor": supervisor,
+        "admission": Admission(settings.max_running, settings.max_waiting, settings.queue_timeout),
+        "tokenizer": tokenizer,
+        "context_length": context,
+        "end_tokens": end_tokens,
+        "opened": closing,
+    }
+    if engine.name is not None:
+        shared["engine"] = engine.name
     if await triton.config(IDS_ENSEMBLE) is not None:
-        return Deployment(*needed, **options)
-    if (config := await triton.config(model)) is None:
-        text = f"the Triton at {address} has neither {IDS_ENSEMBLE} nor {model}"
-        raise ConfigurationError(text)
-    known = {tensor.name: tensor.optional for tensor in config.input}
-    options |= {"triton": triton, "model": model, "known": known, "adapters": adapters}
-    return TextDeployment(*needed, **options)
+        return Deployment(**shared)
+    ensemble = await triton.config(model)
+    if ensemble is None:
+        raise ConfigurationError(f"the Triton at {address} has neither {IDS_ENSEMBLE} nor {model}")
+    return TextDeployment(
+        **shared,
+        triton=triton,
+        model=model,
+        known={tensor.name: tensor.optional for tensor in ensemble.input},
+        adapters=engine.adapters,
+    )
+
+
+def _read_engine(settings: Settings, config: Any | None) -> _Engine:
+    """Return what a configuration of tensorrt_llm says of the engine."""
+    if config is None:
+        return _Engine()
+    if config.backend != "tensorrtllm":
+        name = None
+        if "engine" in config.parameters:
+            name = config.parameters["engine"].string_value
+        return _Engine(name)
+    if not settings.lora_dir:
+        return _Engine("tensorrtllm")
+    types = {tensor.name: DataType.Name(tensor.data_type) for tensor in config.input}
+    dtypes = {triton_type: dtype for dtype, triton_type in TRITON_DTYPES.items()}
+    dtype = dtypes.get(types.get("lora_weights", ""), "float16")
+    return _Engine("tensorrtllm", AdapterTensors(settings.lora_dir, dtype))
 
 
 async def _end_tokens(
@@ -115,10 +161,11 @@ async def _end_tokens(
 
 
 class RunningTriton:
-    """A Triton that its owner starts and stops, in a ``Supervisor``'s place."""
+    """A Triton that somebody else starts and stops, in the place of a ``Supervisor``."""
 
     def __init__(self, settings: Settings, address: str) -> None:
-        self._settings, self._address = settings, address
+        self._settings = settings
+        self._address = address
         self.current = self._connected()
         self.running = self
         self._reconnecting = asyncio.Lock()
@@ -151,7 +198,8 @@ class RunningTriton:
                 reply = await self._ask("ModelConfig", name=model)
             except TritonUnavailable as error:
                 if not error.blameless:
-                    return None  # the connection is fine: this is Triton's answer
+                    # The connection is fine, so this is Triton's answer.
+                    return None
             except asyncio.TimeoutError:
                 pass
             else:
@@ -172,7 +220,8 @@ class RunningTriton:
                 except ConfigurationError as error:
                     raise TritonUnavailable(error.message) from None
                 self.current = self._connected()
-                await failed.aclose()  # its other requests continue on the new one as well
+                # Its other requests continue on the new one as well.
+                await failed.aclose()
         return self.current
 
     def _connected(self) -> GrpcClient:
@@ -187,11 +236,17 @@ class RunningTriton:
 
 @dataclass(eq=False, kw_only=True)
 class TextDeployment(Deployment):
-    """One whose ensemble gives text and no ids."""
+    """A deployment whose ensemble returns text and no ids.
+
+    Attributes:
+        model: the ensemble.
+        known: the inputs of the ensemble, and whether each may be left out.
+        adapters: the adapters that are sent with requests.
+    """
 
     triton: RunningTriton
     model: str
-    known: Mapping[str, bool]  # its inputs, and whether each may be left out
+    known: Mapping[str, bool]
     adapters: AdapterTensors | None
 
     async def generate(
@@ -199,12 +254,16 @@ class TextDeployment(Deployment):
     ) -> AsyncGenerator[Chunk, None]:
         """See ``Deployment``; what the ensemble has no input for is refused."""
         check_supported(request, self.engine, own_preprocessing=True)
-        inputs, stops = self._inputs(request), StopSequences(request.stop_sequences)
+        inputs = self._inputs(request)
+        stops = StopSequences(request.stop_sequences)
         input_tokens = len(self.tokenizer(inputs["text_input"].item().decode()).input_ids)
         name = request_id or secrets.token_hex(8)
-        pieces, delivered, texts = 0, "", self._texts(name, inputs)
-        if self.adapters is not None:  # as ``ResumingClient`` sends those that are not cached
+        texts = self._texts(name, inputs)
+        if self.adapters is not None:
+            # An adapter that the engine does not have is sent, as ``ResumingClient`` does.
             texts = self.adapters.stream(self._texts, name, inputs)
+        pieces = 0
+        delivered = ""
         async with self.admission.acquire(tenant) as slot, contextlib.aclosing(texts):
             async for piece in texts:
                 pieces += 1
@@ -213,12 +272,12 @@ class TextDeployment(Deployment):
                 delivered += text
                 if stops.matched is not None:
                     break
-                # An event has a token, mostly; the last chunk counts them.
+                # A piece is usually one token. The last chunk has their number.
                 yield Chunk(text, pieces, input_tokens)
         if stops.matched is None:
             text = stops.flush()
             delivered += text
-        # Up to the stop: how much came after it is chance.
+        # Up to the stop sequence: how much came after it is chance.
         counted = delivered + (stops.matched or "")
         tokens = len(self.tokenizer(counted, add_special_tokens=False).input_ids)
         if request.include_stop:
@@ -235,7 +294,8 @@ class TextDeployment(Deployment):
 
     def _inputs(self, request: Request) -> Inputs:
         """Return a request's inputs, under the ensemble's names and with the words that it demands."""
-        request = without_bos(request, self.tokenizer)  # the ensemble's preprocessing adds it
+        # The ensemble's preprocessing adds the token that begins a text.
+        request = without_bos(request, self.tokenizer)
         if request.stop_token_ids:
             raise InvalidParameter(
                 "stop_token_ids is not supported, because this Triton's ensemble returns only text"
@@ -245,14 +305,15 @@ class TextDeployment(Deployment):
                 "skip_special_tokens must be true, because this Triton's ensemble removes special tokens"
             )
         for name in request_parameters(request):
-            if name != ADD_SPECIAL_TOKENS:  # which it does
+            # It adds special tokens in any case.
+            if name != ADD_SPECIAL_TOKENS:
                 raise InvalidParameter(f"{name} is not supported by this Triton's ensemble")
-        none = np.array([[b""]], np.object_)
-        inputs = {name: none for name in WORDS if not self.known.get(name, True)}
-        given = triton_inputs(request)
-        if "end_id" not in given and self.settings.end_ids:
-            given["end_id"] = np.array([[self.settings.end_ids[0]]], np.int32)
-        for name, value in given.items():
+        no_words = np.array([[b""]], np.object_)
+        inputs = {name: no_words for name in WORDS if not self.known.get(name, True)}
+        wanted = triton_inputs(request)
+        if "end_id" not in wanted and self.settings.end_ids:
+            wanted["end_id"] = np.array([[self.settings.end_ids[0]]], np.int32)
+        for name, value in wanted.items():
             target = name if name in self.known else OLD_NAMES.get(name, name)
             if target in self.known:
                 inputs[target] = value
