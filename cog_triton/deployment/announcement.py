@@ -20,10 +20,13 @@ from cog_triton.text.tokenizer import Tokenizer
 # The command line shows this logger's lines for good; see cog_triton/terminal/serving.py.
 logger = logging.getLogger(__name__)
 
-DEMO_MANIFEST = "demo.json"  # of the demo model
+# A file that only the demo model has.
+DEMO_MANIFEST = "demo.json"
 LISTED_END_TOKENS = 8
-RAW_PROMPT = "{prompt}"  # the prompt template that changes nothing
-LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself has it
+# The prompt template that changes nothing.
+RAW_PROMPT = "{prompt}"
+# The limit in bytes that safetensors itself has.
+LONGEST_HEADER = 100_000_000
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Engines that run the model's checkpoint, so that its files say what is computed.
@@ -96,7 +99,8 @@ def served(
     directory = variables.get("engine_dir" if engine == "tensorrtllm" else "model")
     checkpoint_directory = Path(str(directory))
     checkpoint = read_checkpoint(checkpoint_directory)
-    if engine == "simulated":  # it has the tokenizer of the model only
+    # This engine uses only the tokenizer of the model.
+    if engine == "simulated":
         checkpoint = Checkpoint()
     return Served(
         name,
@@ -141,7 +145,8 @@ def texts_of(end_tokens: EndTokens, tokenizer: Tokenizer) -> tuple[str, ...]:
     texts = []
     for token in end_tokens.ids:
         text: Any = None
-        with suppress(Exception):  # of a model's own tokenizer, say
+        # A tokenizer that comes with a model may raise anything.
+        with suppress(Exception):
             text = tokenizer.convert_ids_to_tokens(token)
         texts.append(text if isinstance(text, str) and text else str(token))
     return tuple(texts)
@@ -177,7 +182,8 @@ def uses_chat_template_for_prompts(settings: Settings, tokenizer: Tokenizer) -> 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Return what the files of a checkpoint or an engine say; a file that cannot be read says nothing."""
     config = _read_object(directory / "config.json")
-    if isinstance(engine := config.get("pretrained_config"), dict):
+    engine = config.get("pretrained_config")
+    if isinstance(engine, dict):
         quantization = _mapping(engine.get("quantization"))
         return Checkpoint(
             family=_text(engine.get("architecture")),

@@ -236,7 +236,8 @@ def family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
     """
     family = config.get("model_type")
     if not isinstance(family, str) or "auto_map" in config:
-        return None  # the loader says what is wrong; a model's code may do anything
+        # The loader says what is wrong, and a model's code may do anything.
+        return None
     without_torch()
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -265,7 +266,8 @@ def _quantization_problems(
     text_config = config.get("text_config") or {}
     quantization = config.get("quantization_config") or text_config.get("quantization_config")
     if quantization is None:
-        quantization = config.get("compression_config")  # of llm-compressor's first releases
+        # The first releases of llm-compressor wrote this.
+        quantization = config.get("compression_config")
     elsewhere = "use ENGINE=vllm or a checkpoint that is not quantized"
     if isinstance(quantization, Mapping):
         in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
@@ -294,7 +296,8 @@ def _quantization_problems(
 def quantization_methods() -> list[str]:
     """Return the quantizations that the installed transformers knows."""
     without_torch()
-    from transformers.utils.quantization_config import QuantizationMethod  # takes a second
+    # Here, because it takes a second.
+    from transformers.utils.quantization_config import QuantizationMethod
 
     return sorted(method.value for method in QuantizationMethod)
 

@@ -50,8 +50,8 @@ logger = logging.getLogger("cog_triton.deployment")
 # Upper bounds of the classes of waiting times; the first holds those that did not wait.
 QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 # Parameters of requests, by the part of this project that reads them.
-_PREPROCESSINGS = (PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, CONTINUED)
-_ENGINES = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
+_PREPROCESSING_PARAMETERS = (PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, CONTINUED)
+_ENGINE_PARAMETERS = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
 
 
 @dataclass(eq=False)
@@ -64,17 +64,22 @@ class Deployment:
     admission: Admission
     tokenizer: Tokenizer
     _: KW_ONLY
-    context_length: int | None = None  # of prompt and output together; None: the engine knows
-    length_penalty: bool = True  # sent to the engine; see ``has_swapped_sampling_params``
-    engine: engine_choice.EngineName = "transformers"  # what runs in the tensorrt_llm slot
-    own_preprocessing: bool = True  # prompts become ids in this project's model
-    end_tokens: EndTokens | None = None  # None: only the tokenizer's
+    # The limit of prompt and output together; None if only the engine knows it.
+    context_length: int | None = None
+    # Whether it is sent to the engine; see ``has_swapped_sampling_params``.
+    length_penalty: bool = True
+    # The engine in the tensorrt_llm slot.
+    engine: engine_choice.EngineName = "transformers"
+    # Whether this project's model makes ids of prompts.
+    own_preprocessing: bool = True
+    # None stands for the tokenizer's alone.
+    end_tokens: EndTokens | None = None
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     def __post_init__(self) -> None:
         tracer(self.settings.otel_endpoint)
         self.limits = text_limits(self.tokenizer, self.context_length)
-        # Of requests at the APIs that leave them to the server.
+        # For requests at the APIs that leave them to the server.
         self.sampling_defaults = model_defaults.sampling_defaults_of(self.settings, self.engine)
 
     @property
@@ -94,14 +99,17 @@ class Deployment:
         with timed("model in place"):
             settings = await asyncio.to_thread(model_files.with_files, settings)
         engine = engine_choice.resolve_engine(settings)
-        own = template_variables.own_preprocessing(settings)
+        has_own_preprocessing = template_variables.own_preprocessing(settings)
         tensorrt_llm = engine_choice.detect_runtimes(settings).tensorrt_llm
         swapped = engine_choice.has_swapped_sampling_params(engine, tensorrt_llm)
         values = template_variables.template_values(
             settings, engine, num_return_sequences=not swapped
         )
         file_checks.check_files(values["tensorrt_llm"])
-        if template_variables.is_limited_by_preprocessing(values["tensorrt_llm"]) and not own:
+        if (
+            template_variables.is_limited_by_preprocessing(values["tensorrt_llm"])
+            and not has_own_preprocessing
+        ):
             raise ConfigurationError(
                 "MAX_SEQUENCE_LENGTH requires this project's preprocessing model, but TRITON_MODEL_REPO "
                 "has a different one; build the engine with a smaller max_seq_len instead"
@@ -122,24 +130,33 @@ class Deployment:
             tokenizer = await loader.load()
             llm = values["tensorrt_llm"]
             context_length = template_variables.context_length(llm)
-            described = announcement.served(
-                *(name, engine, llm, tokenizer, end_tokens),
+            served = announcement.served(
+                name,
+                engine,
+                llm,
+                tokenizer,
+                end_tokens,
                 context_length=context_length,
                 template=announcement.template_of(settings, tokenizer),
             )
-            announcement.logger.info("%s", described.line())
+            announcement.logger.info("%s", served.line())
             streams = ResumingClient(
                 supervisor,
-                attempts=settings.resume_attempts if own else 0,  # NVIDIA's would begin anew
+                # NVIDIA's preprocessing would begin anew.
+                attempts=settings.resume_attempts if has_own_preprocessing else 0,
                 end_tokens=end_tokens,
                 adapters=template_variables.adapter_tensors(settings, engine),
             )
             return cls(
-                *(settings, streams, supervisor, admission, tokenizer),
+                settings,
+                streams,
+                supervisor,
+                admission,
+                tokenizer,
                 context_length=context_length,
                 length_penalty=not swapped,
                 engine=engine,
-                own_preprocessing=own,
+                own_preprocessing=has_own_preprocessing,
                 end_tokens=end_tokens,
                 opened=opened.pop_all(),
             )
@@ -155,7 +172,9 @@ class Deployment:
         if not self.length_penalty:
             request = replace(request, length_penalty=1.0)
         return generate(
-            *(request, self.streams, self.tokenizer),
+            request,
+            self.streams,
+            self.tokenizer,
             admission=self.admission,
             context_length=self.context_length,
             request_id=request_id,
@@ -190,24 +209,32 @@ async def _end_tokens(
     loader: "TokenizerLoader",
 ) -> EndTokens:
     """Find the end tokens; wait for the tokenizer only if its files do not say what ends a sequence."""
-    own: int | None = None
+    tokenizers: int | None = None
     if not settings.end_ids:
         directory = values["preprocessing"].get("tokenizer_dir") or settings.tokenizer_dir
         try:
-            own = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
+            tokenizers = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
         except (LookupError, TypeError, ValueError):
-            own = (await loader.load()).eos_token_id
-    return await asyncio.to_thread(model_defaults.end_tokens_of, settings, values, engine, own)
+            tokenizers = (await loader.load()).eos_token_id
+    return await asyncio.to_thread(
+        model_defaults.end_tokens_of, settings, values, engine, tokenizers
+    )
 
 
 def check_supported(request: Request, engine: str, own_preprocessing: bool) -> None:
     """Raise InvalidParameter for what TensorRT-LLM's C++ backend or NVIDIA's preprocessing would ignore."""
-    for runs, part, unknown in (
-        (engine == "tensorrtllm", "TensorRT-LLM's C++ backend", _ENGINES),
-        (not own_preprocessing, "the preprocessing model of TRITON_MODEL_REPO", _PREPROCESSINGS),
-    ):
-        if runs and (names := [name for name in request_parameters(request) if name in unknown]):
-            raise InvalidParameter(f"{part} does not support {', '.join(names)}")
+    parameters = request_parameters(request)
+    if engine == "tensorrtllm":
+        refused = [name for name in parameters if name in _ENGINE_PARAMETERS]
+        _refuse(refused, "TensorRT-LLM's C++ backend")
+    if not own_preprocessing:
+        refused = [name for name in parameters if name in _PREPROCESSING_PARAMETERS]
+        _refuse(refused, "the preprocessing model of TRITON_MODEL_REPO")
+
+
+def _refuse(names: list[str], part: str) -> None:
+    if names:
+        raise InvalidParameter(f"{part} does not support {', '.join(names)}")
 
 
 def without_bos(request: Request, tokenizer: Tokenizer) -> Request:
@@ -220,7 +247,8 @@ def without_bos(request: Request, tokenizer: Tokenizer) -> Request:
 
 def queue_metrics(admission: Admission) -> "CollectorRegistry":
     """Return a registry that counts an admission's requests, and their seconds of waiting."""
-    from prometheus_client import CollectorRegistry, Counter, Histogram  # few setups need it
+    # Here, because few setups need it.
+    from prometheus_client import CollectorRegistry, Counter, Histogram
 
     registry = CollectorRegistry()
     text = "Time that requests waited for a slot, in seconds."
@@ -247,7 +275,8 @@ async def served_metrics(
     from cog_triton.web.origin import access_rule
     from cog_triton.web.server import Limits, Server, bound
 
-    port, registry = settings.predictor_metrics_port or 0, queue_metrics(admission)
+    port = settings.predictor_metrics_port or 0
+    registry = queue_metrics(admission)
     for name, text, value in (
         ("requests_running", "Requests that are running.", lambda: admission.running),
         ("requests_waiting", "Requests that are waiting for a slot.", lambda: admission.waiting),

@@ -29,14 +29,16 @@ BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
 # The first is the last for PyTorch 2.11; see docs/operations.md for what ran.
 VLLM_RELEASES = SpecifierSet(">=0.25,<0.34", prereleases=True)
 ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
-KV_EVENTS: tuple[EngineName, ...] = ("transformers", "vllm")  # publish what their KV cache holds
+# Engines that publish what their KV cache holds.
+KV_EVENTS: tuple[EngineName, ...] = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
 class Runtimes:
     """The software on this machine that engines run on; versions are None if it is not installed."""
 
-    backends: Path  # Triton's directory of them
+    # Triton's directory of backends.
+    backends: Path
     tensorrt_llm: str | None
     gpu: bool
     vllm: str | None = None
@@ -173,7 +175,8 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
         yield f"the engine in {directory} lacks {', '.join(missing)}"
     if settings.lora_dir is None:
         return
-    if settings.transport == "http":  # Triton takes no 16-bit numbers as JSON
+    # Triton takes no 16-bit numbers as JSON.
+    if settings.transport == "http":
         yield "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc"
     plugin = config.get("build_config", {}).get("plugin_config", {}).get("lora_plugin")
     if plugin is None:

@@ -39,10 +39,12 @@ def check_files(llm: Mapping[str, object]) -> None:
     if engine not in ("transformers", "vllm") or not model or not directory.is_dir():
         return
     if engine == "vllm" and "load_format" in vllm_file(llm):
-        return  # vLLM reads the weights in another way, or makes them up
+        # Here vLLM reads the weights in another way, or makes them up.
+        return
     if (directory / "adapter_config.json").is_file():
         refuse_adapter(directory)
-        return  # transformers loads the model that the adapter's configuration names
+        # Transformers loads the model that the adapter's configuration names.
+        return
     config = read_json(directory / "config.json")
     names = check_weight_files(directory)
     check_weight_names(directory, names)
@@ -69,11 +71,11 @@ def check_family(llm: Mapping[str, object]) -> None:
 
 def check_engines_length(llm: Mapping[str, object]) -> None:
     """Refuse a MAX_SEQUENCE_LENGTH for which a TensorRT-LLM engine was not built."""
-    asked = llm.get("max_seq_len")
+    requested = llm.get("max_seq_len")
     built = context_length({**llm, "max_seq_len": None})
-    if asked and built is not None and int(str(asked)) > built:
+    if requested and built is not None and int(str(requested)) > built:
         raise ConfigurationError(
-            f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) exceeds the {built} tokens that the engine in "
+            f"MAX_SEQUENCE_LENGTH={requested} (max_seq_len) exceeds the {built} tokens that the engine in "
             f"{llm.get('engine_dir')} was built for; reduce it, or rebuild the engine with a larger "
             "max_seq_len"
         )
@@ -81,9 +83,9 @@ def check_engines_length(llm: Mapping[str, object]) -> None:
 
 def check_context_length(llm: Mapping[str, object], config: Mapping[str, Any]) -> None:
     """Refuse a MAX_SEQUENCE_LENGTH that the model's configuration does not allow."""
-    asked = llm.get("max_seq_len")
-    if asked and not llm.get("vllm_config"):
+    requested = llm.get("max_seq_len")
+    if requested and not llm.get("vllm_config"):
         try:
-            model_config.context_length(config, int(str(asked)), default=0)
+            model_config.context_length(config, int(str(requested)), default=0)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None

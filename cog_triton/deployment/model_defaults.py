@@ -52,7 +52,8 @@ def warn_of_adapters(settings: Settings, end_tokens: EndTokens) -> None:
         try:
             ends_with = tokenizer_end_id(Path(str(settings.lora_dir)) / name)
         except (LookupError, TypeError, ValueError):
-            continue  # it has no tokenizer, which is usual, or none that says
+            # The adapter has no tokenizer, as is usual, or one that does not say.
+            continue
         if ends_with is not None and ends_with not in end_tokens.ids:
             ends = ",".join(map(str, (*end_tokens.ids, ends_with)))
             logger.warning(

@@ -114,7 +114,8 @@ def with_converted_gguf(settings: Settings, file: Path) -> Settings:
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
     """Return the local directory or GGUF file of a source; see ``cog_triton.weights.cache.fetch``."""
-    from cog_triton.weights.cache import fetch  # brings httpx and more, which few setups need
+    # Here, because it imports httpx and more, which few setups need.
+    from cog_triton.weights.cache import fetch
 
     cache = settings.weights_cache.expanduser()
     return fetch(source, cache=cache, checksum=checksum, token=settings.hub_token)

@@ -37,10 +37,13 @@ class RestartPolicy:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self._counted: list[float] = []  # times of ends and failed starts within the window
+        # The times of ends and failed starts within the window.
+        self._counted: list[float] = []
         self._starts_at_once = 1
-        self.longest_start = 0.0  # seconds, of a start that succeeded; 0 before the first
-        self.pause = 0.0  # seconds before the next start
+        # The seconds that a start took which succeeded; 0 before the first.
+        self.longest_start = 0.0
+        # Seconds before the next start.
+        self.pause = 0.0
 
     @property
     def has_started(self) -> bool:
@@ -77,7 +80,8 @@ class RestartPolicy:
         if not isinstance(error, TritonPortTaken) and STARVED.search(str(error)) is None:
             return False
         if self._starts_at_once == STARTS_AT_ONCE:
-            return False  # where the port is fixed, the error names its setting
+            # If the port is fixed, the error names its setting.
+            return False
         self._starts_at_once += 1
         return True
 

@@ -17,7 +17,8 @@ from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import vocabulary_size
 
-Values = dict[str, dict[str, object]]  # template variables by model and name
+# Template variables by model and name.
+Values = dict[str, dict[str, object]]
 MANY_CORES = 8
 
 
@@ -146,7 +147,9 @@ def _limit_in_files(values: Mapping[str, object]) -> object:
     if is_built_engine:
         return config.get("build_config", {}).get("max_seq_len")
     if values.get("engine") == "simulated":
-        return None  # it has no model
+        # This engine has no model.
+        return None
     if values.get("llm_api_config") or values.get("vllm_config"):
-        return None  # a file of further arguments may lift the model's limit
+        # A file of further arguments may lift the model's limit.
+        return None
     return model_config.position_limit(config)

@@ -65,7 +65,7 @@ class KvEvents:
     def _on_complete_blocks(self, request_id: str, ids: list[int], count: int) -> None:
         """Let transformers note a request's new blocks, and publish those that were not there."""
         self._mark_complete_blocks(request_id, ids, count)
-        # Of a prompt that shares no blocks, the first id is below 0: see StepProcessor.prompt.
+        # If a prompt shares no blocks, its first id is below 0: see StepProcessor.prompt.
         if ids[0] >= 0:
             self._note_blocks(self._blocks.block_table[request_id], ids)
         if self._changes:

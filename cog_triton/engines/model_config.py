@@ -43,24 +43,24 @@ def _length(value: object) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def context_length(config: Mapping[str, Any], asked: int | None, default: int) -> int:
-    """Return the context to serve, or raise ValueError where more is asked than the model has.
+def context_length(config: Mapping[str, Any], requested: int | None, default: int) -> int:
+    """Return the context to serve, or raise ValueError if it is more than the model has.
 
     Args:
         config: the content of config.json.
-        asked: MAX_SEQUENCE_LENGTH, the template variable max_seq_len.
+        requested: MAX_SEQUENCE_LENGTH, the template variable max_seq_len.
         default: where neither says anything.
     """
     limit = position_limit(config)
-    if asked is None:
+    if requested is None:
         return limit or default
-    if limit is not None and asked > limit:
+    if limit is not None and requested > limit:
         raise ValueError(
-            f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) is more than the {limit} tokens that the model's "
-            "config.json allows; for longer texts, add the scaling of RoPE that the model's authors name "
-            "(rope_parameters or rope_scaling with its factor) to config.json"
+            f"MAX_SEQUENCE_LENGTH={requested} (max_seq_len) is more than the {limit} tokens that the "
+            "model's config.json allows; for longer texts, add the scaling of RoPE that the model's "
+            "authors name (rope_parameters or rope_scaling with its factor) to config.json"
         )
-    return asked
+    return requested
 
 
 def first_names(names: Iterable[str]) -> str:

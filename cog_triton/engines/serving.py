@@ -47,14 +47,18 @@ class Times(NamedTuple):
 class Output(Step):
     """One response of one sequence: its steps since the last one."""
 
-    cum_log_prob: float = 0.0  # sum of the sequence so far
-    context_ids: list[int] = field(default_factory=list)  # up to CONTEXT_TOKENS before ``ids``
-    generated: int = 0  # tokens of the sequence so far
+    # The sum of the sequence so far.
+    cum_log_prob: float = 0.0
+    # Up to CONTEXT_TOKENS ids before ``ids``.
+    context_ids: list[int] = field(default_factory=list)
+    # The number of tokens of the sequence so far.
+    generated: int = 0
     times: Times = field(default=Times(), compare=False)
     input_tokens: int = field(default=0, compare=False)
     # The number that the client gave to the sequence; 0 if it did not ask for frames.
     sequence: int = field(default=0, compare=False)
-    has_end_token: bool = field(default=False, compare=False)  # whether it is the last of ``ids``
+    # Whether the last of ``ids`` is an end token.
+    has_end_token: bool = field(default=False, compare=False)
     # In the last response: how many characters of its text stand behind the stop word that ended it.
     characters_behind: int = 0
 
@@ -68,7 +72,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self._waiting: deque[_Sequence] = deque()
-        self._turn = threading.Lock()  # held from when the reader is queued until its turn ends
+        # Held from when the reader is queued until its turn ends.
+        self._turn = threading.Lock()
 
     def add(self, sequence: "_Sequence") -> None:
         """Note that a sequence has something to read or to send."""
@@ -95,23 +100,30 @@ class _Sequence:
     request_id: str
     send: Callable[..., None]
     streaming: bool
-    prompt: list[int]  # precedes the ids in the only response
+    # Ids that begin the only response of a sequence that is not streamed.
+    prompt: list[int]
     reader: _Reader
-    number: int  # its address' sequence, or 0
+    # The sequence of its address, or 0.
+    number: int
     search: StopWordSearch | None
-    steps: deque[Step] = field(default_factory=deque)  # have come from the engine, and are not read
+    # Steps from the engine that have not been read.
+    steps: deque[Step] = field(default_factory=deque)
     ids: list[int] = field(default_factory=list)
-    sent: int = 0  # number of ids that were taken for a response
-    unsent: bool = False  # whether there is something to send
+    # The number of ids that were taken for a response.
+    sent: int = 0
+    # Whether there is something to send.
+    unsent: bool = False
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not sent yet
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)  # not sent yet
     cum_log_prob: float = 0.0
     end: Step | None = None
-    over: bool = False  # its last output has been made
+    # Whether its last output has been made.
+    over: bool = False
     arrival: int = field(default_factory=time.monotonic_ns)
     first_token: int = 0
     last_token: int = 0
-    stop_words: dict[int, list[tuple[int, ...]]] = field(init=False)  # by their last ids
+    # By their last ids.
+    stop_words: dict[int, list[tuple[int, ...]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.stop_words = {}
@@ -210,7 +222,8 @@ class Serving:
         # Tokens that the engine made and Triton got, and sequences by their end.
         self.counters = dict.fromkeys(("generated", "served", "finished", "stopped", "failed"), 0)
         self._keys = itertools.count()
-        self._running: dict[str, _Sequence] = {}  # by the engine's key
+        # By the engine's key.
+        self._running: dict[str, _Sequence] = {}
         self._turns: queue.SimpleQueue[_Reader | None] = queue.SimpleQueue()
         self._readers: WeakValueDictionary[str, _Reader] = WeakValueDictionary()
         self._thread = threading.Thread(target=self._deliver, name="delivery", daemon=True)
@@ -343,7 +356,8 @@ class Serving:
                 if sequence.unsent:
                     reader.add(sequence)
             reader.end_turn()
-            self._queue(reader)  # behind the others that have something ready
+            # Behind the other readers that have something ready.
+            self._queue(reader)
 
     def _take_turn(self, sequences: Sequence[_Sequence]) -> None:
         """Send what the sequences of one reader have: in one response, but for errors, which go alone."""

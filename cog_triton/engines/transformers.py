@@ -34,9 +34,11 @@ from cog_triton.text.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_TOKENS = 64
-CPU_BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces, between others' tokens
+# A longer prompt is prefilled in pieces, between the tokens of other requests.
+CPU_BATCH_TOKENS = 256
 CPU_CACHE_BYTES = 512 << 20
-MAX_RUNNING = 256  # more requests wait
+# Further requests wait.
+MAX_RUNNING = 256
 _FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
 
 
@@ -60,8 +62,8 @@ class TransformersEngine(Engine):
     def __init__(self, model: Any, parameters: Mapping[str, str]) -> None:
         """Start generating with a model that is loaded, by continuous batching."""
         config = model.config.get_text_config()
-        asked = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
-        limit = context_length(model.config.to_dict(), asked, default=UNKNOWN_CONTEXT)
+        requested = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
+        limit = context_length(model.config.to_dict(), requested, default=UNKNOWN_CONTEXT)
         self.context_length = limit
         transformers_attention.register()
         batching = batching_config(model, limit, parameters)
@@ -90,7 +92,8 @@ class TransformersEngine(Engine):
         manager.output_router.deliver_batch = lambda outputs: [*map(self._deliver, outputs)]
         self._processor = StepProcessor(model, self._guides, self._adapters)
         manager.logit_processor = self._processor
-        manager.warmup()  # allocates the cache
+        # This allocates the cache.
+        manager.warmup()
         cache = manager.batch_processor.cache
         endpoint = parameters.get("kv_events_endpoint")
         self._processor.watch(cache)
@@ -112,7 +115,8 @@ class TransformersEngine(Engine):
             return
         try:
             self._preparer.submit(self._prepare, row)
-        except RuntimeError as error:  # the pool has been shut down, or has no thread left
+        except RuntimeError as error:
+            # The pool has been shut down, or has no thread left.
             self.running.pop(request.key, None)
             raise base.stopped(error) from error
 
@@ -144,15 +148,16 @@ class TransformersEngine(Engine):
                 self._add(row)
                 # Asked again, so that a request is not lost when the engine stops meanwhile.
                 self._check_running()
-        except Exception as error:  # in a pool's thread nobody else would hear of it
+        except Exception as error:
+            # Nothing reads what a pool's thread raises.
             if self.running.pop(request.key, None) is not None:
                 row.sink(Step(finished=True, error=base.failed_request(error, request)))
 
     def _add(self, row: Row) -> None:
         """Have transformers continue a row from its tokens so far."""
         request = row.request
-        row.given = len(row.tokens)
-        made = row.given - len(request.input_ids)
+        row.begun_with = len(row.tokens)
+        made = row.begun_with - len(request.input_ids)
         self._manager.add_request(
             self._processor.prompt(row),
             request_id=row.manager_key,
@@ -176,7 +181,8 @@ class TransformersEngine(Engine):
             del self.running[key]
         try:
             step = self._next_step(row, output, finished=finished)
-        except Exception as error:  # the thread makes the tokens of all requests
+        except Exception as error:
+            # This thread makes the tokens of all requests.
             step = Step(finished=True, error=base.failed_request(error, row.request))
         if step.finished and not finished:
             self.abort(key)
@@ -189,7 +195,7 @@ class TransformersEngine(Engine):
         # Transformers fails only all requests together, when its loop ends.
         error = base.stopped(output.error) if output.status == RequestStatus.FAILED else None
         before = len(row.tokens)
-        new_ids = output.generated_tokens[before - row.given :]
+        new_ids = output.generated_tokens[before - row.begun_with :]
         row.tokens += new_ids
         if not finished and self._processor.rope.outgrown(before, len(row.tokens)):
             self._manager.cancel_request(row.manager_key)

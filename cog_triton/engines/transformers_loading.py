@@ -24,7 +24,8 @@ _EAGER_FAMILIES = frozenset(("gemma2", "gpt_oss", "vaultgemma"))
 
 def load_model(parameters: Mapping[str, str]) -> Any:
     """Load a causal language model from a local directory or by its Hugging Face id."""
-    name, device = parameters["model"], parameters.get("device", "auto")
+    name = parameters["model"]
+    device = parameters.get("device", "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     trusted = parameters.get("trust_remote_code") == "true"
@@ -39,7 +40,8 @@ def load_model(parameters: Mapping[str, str]) -> Any:
                 dtype=parameters.get("dtype", "auto"),
                 attn_implementation=attention(config),
                 trust_remote_code=trusted,
-                ignore_mismatched_sizes=True,  # its own error names none
+                # Its error for mismatched sizes names no weight; see ``check_report``.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     except ValueError as error:

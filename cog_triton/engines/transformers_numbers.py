@@ -32,7 +32,7 @@ class FiniteCache:
 
     def __init__(self, cache: Any | None) -> None:
         self._cache = cache
-        # Of each token of the step; not finite where one of its keys or values is not.
+        # One sum for each token of the step, which is not finite if one of its keys or values is not.
         self._sums: Tensor | None = None
         if cache is not None:
             self._update = cache.update
@@ -58,7 +58,8 @@ class FiniteCache:
 
         After a step with one that is not, prompts share no blocks of the cache any more: some hold zeros.
         """
-        greatest = logits.amax(dim=-1)  # NaN where any is; -inf is a token that the model excludes
+        # NaN if any logit is NaN. A logit of -inf is a token that the model excludes.
+        greatest = logits.amax(dim=-1)
         finite = greatest.isfinite().all()
         if self._sums is not None:
             finite &= self._sums.isfinite().all()

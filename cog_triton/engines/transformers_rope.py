@@ -15,7 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SequenceLengths = list[
     tuple[int, int]
-]  # of a step: tokens in it, and the length that sets the frequencies
+    # For each sequence of a step: its tokens in the step, and the length that sets the frequencies.
+]
 _BY_LENGTH = ("longrope", "dynamic")
 
 
@@ -24,7 +25,8 @@ class _Kind:
     """One set of frequencies of a module: of all its layers, or of those of one type."""
 
     rope_type: str
-    trained: int  # tokens up to which the frequencies are those of training
+    # The number of tokens up to which the frequencies are those of training.
+    trained: int
     layer_type: str | None
 
     @property
@@ -104,7 +106,8 @@ class SequenceRope:
         options: dict[str, str],
     ) -> tuple[Tensor, Tensor]:
         groups = self._groups(kind, position_ids.shape[-1])
-        cosines, sines = [], []
+        cosines = []
+        sines = []
         for start, end, length in groups:
             values, scaling = ROPE_INIT_FUNCTIONS[kind.rope_type](
                 module.config, x.device, seq_len=length, layer_type=kind.layer_type
@@ -131,7 +134,8 @@ class SequenceRope:
             else:
                 groups.append((start, start + count, setting))
             start += count
-        if start < tokens:  # what pads a step, and a forward pass outside of one
+        # The padding of a step, or a forward pass outside of a step.
+        if start < tokens:
             groups.append((start, tokens, kind.trained))
         return groups
 

@@ -38,8 +38,8 @@ class SequentialEngine(Engine):
         """Start generating with a model that is loaded."""
         self._model = model
         config = model.config.to_dict()
-        asked = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
-        self.context_length = context_length(config, asked, default=UNKNOWN_CONTEXT)
+        requested = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
+        self.context_length = context_length(config, requested, default=UNKNOWN_CONTEXT)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._guides: Guides | None = None
         name = parameters.get("tokenizer_dir")

@@ -39,9 +39,8 @@ def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
     try:
         with without_compiler():
             return _create(parameters)
-    except (
-        RuntimeError
-    ) as error:  # as NotImplementedError is: an operation has no kernel for shapes
+    except RuntimeError as error:
+        # NotImplementedError is one: an operation has no kernel for shapes.
         if SHAPES in sys.modules:
             raise
         logger.info("loading the model again, with all of PyTorch: %s", error)
@@ -129,7 +128,8 @@ def without_compiler() -> Iterator[None]:
     patched: Any = torch
     sys.modules[COMPILER] = stand_in
     patched.compiler.disable = _as_it_is
-    patched.distributed.is_available = lambda: False  # transformers looks once
+    # Transformers looks once.
+    patched.distributed.is_available = lambda: False
     try:
         yield
     finally:

@@ -25,8 +25,10 @@ from cog_triton.engines.transformers_numbers import FiniteCache, not_finite
 from cog_triton.engines.transformers_rope import SequenceRope
 from cog_triton.errors import EngineError
 
-PART = 256  # rows of logits whose probabilities are worked out at once
-_ATTEMPT = "@"  # before the number of an attempt, in transformers' ids of requests
+# How many rows of logits are made probabilities at once.
+PART = 256
+# Stands before the number of an attempt, in transformers' ids of requests.
+_ATTEMPT = "@"
 # 2**32 divided by the golden ratio, odd, as an int32: spreads neighbouring integers.
 _GOLDEN = 0x9E3779B1 - (1 << 32)
 
@@ -85,7 +87,8 @@ class History:
         if by_guide is None:
             return self._only
         both = self._only & by_guide
-        return both if both.any() else by_guide  # the guide takes precedence
+        # The guide takes precedence.
+        return both if both.any() else by_guide
 
     def _penalize(self, logits: Tensor, tokens: list[int]) -> Tensor:
         sampling = self._request.sampling
@@ -112,15 +115,20 @@ class Row:
 
     request: GenerationRequest
     sink: base.Sink
-    tokens: list[int]  # the prompt, and what the sink has had
+    # The prompt, and the tokens that the sink has had.
+    tokens: list[int]
     guided: Guided | None = None
     adapter: LoadedAdapter | None = None
     history: History | None = None
-    log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
+    # This and the next have not been delivered yet.
+    log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
-    failure: EngineError | None = None  # why this sequence cannot go on
-    given: int = 0  # number of tokens that transformers began this attempt with
-    attempt: int = 0  # how often transformers has begun anew
+    # Why this sequence cannot go on.
+    failure: EngineError | None = None
+    # The number of tokens that transformers began this attempt with.
+    begun_with: int = 0
+    # How often transformers has begun anew.
+    attempt: int = 0
 
     def __deepcopy__(self, _: Any) -> "Row":
         # Transformers copies a request that it sets back, which continues with this row.
@@ -155,19 +163,23 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
     def __init__(self, model: Any, guides: Guides | None, adapters: Adapters | None) -> None:
         super().__init__(LogitsProcessorList())
-        self.do_processing = True  # this and the next are read by transformers
+        # Transformers reads this and the next.
+        self.do_processing = True
         self.supported_keys = {"row": Row}
         self._guides = guides
         self._adapters = adapters
-        self._rows: list[Row] = []  # those that get a next token in this step
+        # The rows that get a next token in this step.
+        self._rows: list[Row] = []
         self._masks: Future[Masks] | None = None
         # Requests that want log probabilities of their prompts: place in the step, and in the prompt.
         self._prompts: list[tuple[Row, slice, int]] = []
-        self._places: list[tuple[Row, slice]] = []  # place of each request's tokens in the step
+        # The place of each request's tokens in the step.
+        self._places: list[tuple[Row, slice]] = []
         self._finite = FiniteCache(None)
         self._marks: dict[tuple[int, int, int], int] = {}
         self._numbers = count(-1, -1)
-        self._marked: list[tuple[int, int]] = []  # places in the step, and the tokens there
+        # Places in the step where a number below 0 stands for a token, and these tokens.
+        self._marked: list[tuple[int, int]] = []
         self.rope = SequenceRope(model)
         model.forward = wraps(model.forward)(partial(self._forward, model.forward))
 
@@ -257,7 +269,8 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         """
         logits = scores[: len(self._rows)]
         if self._fail_rows(logits):
-            logits = torch.nan_to_num(logits)  # any token will do for what is dropped
+            # The rows that failed are dropped, so any token will do.
+            logits = torch.nan_to_num(logits)
         changed = self._changed(logits)
         samplings = [row.request.sampling for row in self._rows]
         ids = choose(changed, samplings, [len(row.tokens) for row in self._rows])
@@ -414,7 +427,8 @@ def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tenso
     )
     count = likelier.sum(dim=-1)
     outside = (count >= number) | ((weights * likelier).sum(dim=-1) >= weight)
-    outside &= count > 0  # the likeliest is always within, rounding or not
+    # The likeliest token is always within, whatever the rounding.
+    outside &= count > 0
     chosen = chosen.squeeze(-1)
     if outside.any():
         # A token that is less likely than one outside is outside, too: only the likelier remain.

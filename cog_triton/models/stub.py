@@ -23,7 +23,8 @@ from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 pb_utils: Any
 try:
     import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,no-redef]
-except ImportError:  # outside of Triton
+except ImportError:
+    # Outside of Triton.
     pb_utils = None
 
 Array = npt.NDArray[Any]

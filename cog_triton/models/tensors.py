@@ -265,7 +265,8 @@ def response_tensors(
         )
     count = len(output.ids)
     log_probs = packed_log_probs(output.log_probs, top, output.prompt_log_probs)
-    if not output.log_probs:  # TensorRT-LLM sends zeros where they were not asked for
+    # If they were not asked for, TensorRT-LLM sends zeros.
+    if not output.log_probs:
         log_probs = np.zeros(count, np.float32)
     tensors = {
         "output_ids": np.array(output.ids, np.int32).reshape(1, 1, -1),

@@ -24,10 +24,12 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 class Variable(BaseModel, frozen=True, extra="forbid"):
     """One template variable of one model."""
 
-    kind: str  # of its values, a key of ``expected``; false of a switch, a boolean, means unset
+    # The kind of its values, a key of ``expected``. A switch is a boolean whose false means unset.
+    kind: str
     description: str
     required: bool = False
-    default: bool | int | float | str | None = None  # None leaves the variable unset
+    # None leaves the variable unset.
+    default: bool | int | float | str | None = None
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
@@ -55,12 +57,14 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
             return False
 
     def _spell(self, value: object) -> str | None:
+        """Return a value as text, or raise KeyError, TypeError or ValueError if it is not of the kind."""
         text = str(value).strip()
         listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else text
         match self.kind:
             case "text" | "path":
                 path: str = os.fspath(value)  # type: ignore[call-overload]
-                str.encode(path)  # fails for bytes, and for half a surrogate pair
+                # This fails for bytes, and for half a surrogate pair.
+                str.encode(path)
                 return path
             case "boolean":
                 return str(_BOOLEANS[text.lower()]).lower()
@@ -69,10 +73,9 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
             case "data type":
                 return str(DataType.Name(DataType.Value(f"TYPE_{text.removeprefix('TYPE_')}")))
             case "choice":
-                return self.choices[self.choices.index(text)]
+                return self._choice(text)
             case "choice list":
-                items = [item.strip() for item in listed.split(",")]
-                return ",".join(self.choices[self.choices.index(item)] for item in items)
+                return ",".join(self._choice(item.strip()) for item in listed.split(","))
             case "integer list":
                 # Semicolons separate the lists of several model instances in gpu_device_ids.
                 return _matching(r"[0-9]+([,;][0-9]+)*", "".join(listed.split()))
@@ -80,6 +83,11 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
                 return str(self._in_range(int(_matching(r"[+-]?[0-9]+", text))))
             case _:
                 return str(self._in_range(float(text)))
+
+    def _choice(self, text: str) -> str:
+        if text not in self.choices:
+            raise ValueError
+        return text
 
     def _in_range(self, number: float) -> float:
         low = -math.inf if self.minimum is None else self.minimum
@@ -103,6 +111,8 @@ def _matching(pattern: str, text: str) -> str:
 
 
 class _Tables(BaseModel, frozen=True, extra="forbid"):
+    """The content of variables.yaml, whose comments explain the parts."""
+
     shared: dict[str, Variable]
     variables: dict[str, dict[str, Variable]]
     ignored: dict[str, dict[str, Variable]]
@@ -136,11 +146,14 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"{path}: not valid YAML: {reason}") from None
-    where, server, outer = "server", document.get("server"), document.get("instantiate")
+    where = "server"
+    server = document.get("server")
+    outer = document.get("instantiate")
     if isinstance(outer, dict) and "server" in outer:
         if server is not None:
             raise ConfigurationError(f"{path}: use server or instantiate.server, not both")
-        where, server = "instantiate.server", outer["server"]
+        where = "instantiate.server"
+        server = outer["server"]
     for model in document.keys() & VARIABLES.keys():
         logger.warning("%s: %s is ignored; it belongs under server", path, model)
     values = {}

@@ -26,7 +26,8 @@ _NESTED = ("text_config", "llm_config", "language_config")
 class EndTokens:
     """The tokens that end an output unless a request has an ``end_id``."""
 
-    ids: tuple[int, ...] = ()  # the first is the one that engines with room for one get
+    # Engines with room for one token get the first.
+    ids: tuple[int, ...] = ()
     # Whether each request has to name the first one, because the server's preprocessing has another.
     named_in_requests: bool = False
 
@@ -136,7 +137,8 @@ def _tokenizer_json_tokens(file: Path) -> Iterator[tuple[int, str]]:
     if isinstance(vocabulary, Mapping):
         for text, number in vocabulary.items():
             yield number, text
-    else:  # of a Unigram model: pairs of a text and its score
+    else:
+        # A Unigram model has pairs of a text and its score.
         for number, (text, _) in enumerate(vocabulary):
             yield number, text
 

@@ -13,7 +13,8 @@ class StopSequences:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(filter(None, stops), key=len, reverse=True)
         self._first_characters = {stop[0] for stop in self._stops}
-        self._held = ""  # the end of the text so far, which may begin a stop
+        # The end of the text so far, which may begin a stop sequence.
+        self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:

@@ -20,15 +20,18 @@ class StopWordSearch:
         self._words = frozenset(filter(None, words))
         self._longest = max(map(len, self._words), default=0)
         # Looking for each word would take 0.1 ms a token with as many as a request may have.
-        self._lengths: dict[str, set[int]] = {}  # of the words that end with a character
+        # The lengths of the words that end with a character.
+        self._lengths: dict[str, set[int]] = {}
         for word in self._words:
             self._lengths.setdefault(word[-1], set()).add(len(word))
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = [str(token) for token in added if token.special]
         shown = [text for text in special if any(text in word for word in self._words)]
         self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
-        self._end_of_text = ""  # in which a word may have begun
-        self.characters_behind = 0  # of the last token's text, those behind the word that was found
+        # The end of the text, in which a word may have begun.
+        self._end_of_text = ""
+        # How many characters of the last token's text stand behind the word that was found.
+        self.characters_behind = 0
 
     def feed(self, token: int) -> bool:
         """Add a token to the text; return whether a word is complete with it."""

@@ -15,7 +15,7 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 # Texts that a template has no reason to write by itself.
 FUNCTION = "function_of_a_call"
 ARGUMENT = "name_of_an_argument"
-# Of the length that Mistral's templates demand.
+# It has the length that Mistral's templates demand.
 CALL_ID = "abcdefgh1"
 
 

@@ -23,7 +23,8 @@ _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tik
 # 0.1 cannot be imported with protobuf 4 or later, and 0.2.3 needs protobuf 7.
 _SENTENCEPIECE = "sentencepiece>=0.2,<0.2.2"
 
-Tokenizer = Any  # transformers.PreTrainedTokenizerBase; the name would import transformers
+# A transformers.PreTrainedTokenizerBase, whose name would import transformers.
+Tokenizer = Any
 
 
 def without_torch() -> None:
@@ -64,7 +65,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
                     options["additional_special_tokens"] = config.get("extra_special_tokens") or []
             tokenizer = kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
     except Exception as error:
-        if trust_remote_code:  # that code may raise anything
+        # That code may raise anything.
+        if trust_remote_code:
             text = (
                 f"the tokenizer of {name!r}, whose code was run because of TRUST_REMOTE_CODE, could not be "
                 f"loaded: {type(error).__name__}: {error}"
@@ -131,7 +133,8 @@ def _problem(name: str, error: Exception) -> str:
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists():
         try:
             from sentencepiece import sentencepiece_model_pb2  # noqa: F401
-        except Exception as problem:  # protobuf has several for versions that do not go together
+        except Exception as problem:
+            # Protobuf has several errors for versions that do not go together.
             return (
                 f"{name} has a tokenizer.model but no tokenizer.json; to read it, install sentencepiece "
                 f"and protobuf ({' '.join(str(problem).split())}): "
@@ -177,7 +180,8 @@ def remote_code_lock() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _longest_token(tokenizer: Tokenizer) -> int:
-    return max(map(len, tokenizer.get_vocab())) + 1  # a space, which words are without
+    # It stands for a space, which words are without.
+    return max(map(len, tokenizer.get_vocab())) + 1
 
 
 def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:

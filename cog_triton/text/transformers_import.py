@@ -99,7 +99,8 @@ def models_listing(
         if content["state"] == state:
             return _decoded(content["modules"])
     listing = read(directory)
-    with suppress(OSError):  # a home that is read-only or absent
+    # The home directory may be read-only or absent.
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps({"state": state, "modules": _encoded(listing)}))
     return listing

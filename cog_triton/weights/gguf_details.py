@@ -36,7 +36,8 @@ class UnreadableDetailError(Exception):
 class Details:
     """What a file adds to the model that transformers makes of it."""
 
-    rope: dict[str, Any] | None  # rope_parameters; None leaves them as they are
+    # The rope_parameters; None leaves them as they are.
+    rope: dict[str, Any] | None
     end_tokens: tuple[int, ...]
     has_biases: bool
 
@@ -126,7 +127,8 @@ def _llama3_rope(
 def _llama3_factors(theta: float, size: int, context: int, factor: float) -> Numbers:
     """Return what Llama 3 divides each frequency by: 1 for the highest, ``factor`` for the lowest."""
     frequencies = theta ** -(np.arange(0, size, 2) / size)
-    turns = context * frequencies / (2 * np.pi)  # in the original context
+    # The number of turns in the original context.
+    turns = context * frequencies / (2 * np.pi)
     width = _LLAMA3_HIGH_FREQUENCIES - _LLAMA3_LOW_FREQUENCIES
     smooth = np.clip((turns - _LLAMA3_LOW_FREQUENCIES) / width, 0, 1)
     return np.asarray(1 / ((1 - smooth) / factor + smooth))

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 # Second copies of the weights that repositories on Hugging Face hold for programs other than ours.
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
+# Files that a tokenizer does not need.
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # org/name, and as other programs have it: hf.co/ before it, :Q4_K_M or /FILE.gguf behind it.
 HUB_ID = re.compile(
     r"""
@@ -146,7 +147,8 @@ def _gguf_files(name: str, revision: str | None, token: str | None, snapshot: Pa
 
     try:
         names = HfApi().list_repo_files(name, revision=revision, token=token)
-    except Exception:  # the snapshot was found: the hub is turned off or cannot be reached
+    except Exception:
+        # The snapshot was found: the hub is turned off or cannot be reached.
         names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
     return [file for file in names if file.lower().endswith(gguf.SUFFIX)]
 
@@ -161,7 +163,8 @@ def _described_problems(source: str) -> Iterator[None]:
     try:
         yield
     except foreseen as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]  # its text may hold the token
+        # The text of the error may contain the token.
+        kinds = [kind.__name__ for kind in type(error).__mro__]
         known = next((_PROBLEMS[kind] for kind in kinds if kind in _PROBLEMS), None)
         # Before version 1 that of an offline cache is an HfHubHTTPError too, though nothing answered.
         if known is not None:

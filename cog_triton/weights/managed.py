@@ -20,7 +20,8 @@ from cog_triton import ROOT
 from cog_triton.errors import ConfigurationError
 
 MANIFEST = Path("/.cog/weights.json")
-CONFIG, LOCK = "cog.yaml", "weights.lock"
+CONFIG = "cog.yaml"
+LOCK = "weights.lock"
 LOCK_VERSION = 1
 # A larger file is checked by its size: to read all weights would double the time of a start.
 DIGEST_BYTES = 16 << 20
@@ -49,12 +50,14 @@ class Entry(BaseModel):
 
     name: str
     target: str
-    files: tuple[LockedFile, ...] | None = None  # in the lock only
+    # Only the lock has them.
+    files: tuple[LockedFile, ...] | None = None
 
 
 class _Document(BaseModel):
     weights: tuple[Entry, ...] | None = None
-    version: int | None = None  # of the lock
+    # Only the lock has one.
+    version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Managed:
 
     name: str
     directory: Path
-    role: Role | None  # None for what is no model, engine or tokenizer
+    # None for files that are no model, engine or tokenizer.
+    role: Role | None
 
 
 def managed_weights(
