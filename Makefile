@@ -37,7 +37,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-rare test-unit test-clients test-vllm \
-	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit release clean
+	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit release clean help
 
 setup: $(STAMP)
 
@@ -226,3 +226,7 @@ release: $(DEVELOPED)
 clean:
 	rm -rf .venv .venv-* .cog artifacts build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The list in CONTRIBUTING.md, without its prompts.
+help:
+	@sed -n '/^## The loop/,/^## Tests/s/^$$ make /make /p' CONTRIBUTING.md

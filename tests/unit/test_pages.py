@@ -3,6 +3,7 @@
 import argparse
 import re
 import runpy
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def test_every_input_is_in_the_table() -> None:
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert names == set(Predictor.predict.__annotations__) - {"return"}
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    assert phony is not None
+    targets = phony[1].replace("\\\n", " ").split()
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[1] for line in shown.stdout.splitlines()]
+    assert sorted(listed) == sorted(targets)
+    assert all(" # " in line for line in shown.stdout.splitlines())
 
 
 def test_blocks_of_commands_say_what_they_need() -> None:
