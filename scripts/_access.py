@@ -11,7 +11,7 @@ from starlette.routing import Route
 from cog_triton.api.cog.front import Front
 from cog_triton.api.cog.replicate.replies import FILES_PATH
 from cog_triton.api.cog.replicate.routes import Replicate
-from cog_triton.api.openai import app, calls, pages
+from cog_triton.api.openai import app, middleware, pages
 from cog_triton.api.openai.routes import messages, operation
 from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.web.origin import SAFE_METHODS
@@ -125,7 +125,7 @@ def openai_routes() -> Iterator[tuple[str, Access]]:
     routes = [name for router in ROUTERS for name in names(router.routes)]
     for route in (*open_pages, *routes):
         path = route.partition(" ")[2]
-        who = ANYBODY if path in calls.OPEN_PATHS else WITH_KEY
+        who = ANYBODY if path in middleware.OPEN_PATHS else WITH_KEY
         if path == operation.METRICS:
             who = f"{WITH_KEY} or `OPENAI_OPEN_METRICS` is set"
         body = "JSON, up to `MAX_REQUEST_BYTES`"

@@ -3,7 +3,7 @@
     server.py      the lifecycle: in Cog's predictor, this process or several
     supervisor.py  the worker processes and their configuration; each of them runs workers.py
     app.py         the application: its routes and its middleware
-    calls.py       the middleware: ids of requests, API keys, and the log
+    middleware.py  around all routes: ids of requests, API keys, and the log
     routes/        plain functions, a module per API, that call the packages below
     schemas/       what clients send, a module per API: each field with its type and bound
     body_route.py  bodies are read, and parsed off the event loop where they are large

@@ -7,8 +7,8 @@ from starlette.responses import Response
 import cog_triton
 from cog_triton.api.openai import pages
 from cog_triton.api.openai.background import BackgroundResponses
-from cog_triton.api.openai.calls import CallMiddleware, log_call
 from cog_triton.api.openai.errors import HANDLED
+from cog_triton.api.openai.middleware import CallMiddleware, log_call
 from cog_triton.api.openai.protocol.error_response import client_error, error_response
 from cog_triton.api.openai.protocol.openapi import ERRORS, MESSAGE_ERRORS
 from cog_triton.api.openai.routes import (
