@@ -7,6 +7,7 @@
                        guides.py, grammars.py and grammar_trials.py (structured output), kv_events.py
     library.py         base of the next two; library_arguments.py has their arguments
     llm_api.py         TensorRT-LLM's LLM API
+    interpreter.py     Python for the processes that engines start
     vllm.py            vLLM; vllm_arguments.py has its arguments, vllm_resume.py continues answers
     simulated.py       tokens without a model
 

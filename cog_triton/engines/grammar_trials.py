@@ -17,7 +17,8 @@ from subprocess import DEVNULL, PIPE, Popen
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from cog_triton.processes import end_with_parent, python
+from cog_triton.engines.interpreter import python
+from cog_triton.processes import end_with_parent
 
 # Processor time for one grammar; the longest that are known to be used take a third of a second.
 SECONDS = 2

@@ -1,6 +1,6 @@
 """vLLM, by its ``AsyncLLM``.
 
-Its engine core and its workers are processes of their own; see ``python`` in ``cog_triton.processes``. When
+Its engine core and its workers are processes of their own; see ``interpreter``. When
 one of them ends by itself, all requests end with that reason, and no more are taken. docs/gpu.md lists the
 differences from the other engines. A seed gives the same text only if vLLM computes the same in batches of
 other sizes, which it does not guarantee.
@@ -22,6 +22,7 @@ from cog_triton.engines.base import (
     check_ids,
 )
 from cog_triton.engines.event_loop import Steps
+from cog_triton.engines.interpreter import renice
 from cog_triton.engines.library_arguments import Arguments
 from cog_triton.engines.vllm_arguments import (
     client_arguments,
@@ -31,7 +32,6 @@ from cog_triton.engines.vllm_arguments import (
     loading_arguments,
     sampling_arguments,
 )
-from cog_triton.processes import renice
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from cog_triton.engines import library
 from cog_triton.engines.base import GenerationRequest
+from cog_triton.engines.interpreter import prepare_for_vllm
 from cog_triton.engines.library_arguments import Arguments, table_arguments, with_file
-from cog_triton.processes import prepare_for_vllm
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from cog_triton.request.guide import Guide, GuideKind
 

@@ -74,53 +74,91 @@ def render_chat(
         raise PromptRequired("messages must contain at least one message")
     if len(messages) > bounds.MESSAGES or len(tools) > bounds.MESSAGES:
         raise InvalidParameter(f"messages and tools must each have at most {bounds.MESSAGES} items")
-    if switches:
-        # The arguments of apply_chat_template are refused: a template is one of them.
-        taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        refused = sorted(taken & switches.keys())
-        if refused:
-            raise InvalidParameter(f"chat_template_kwargs must not contain {', '.join(refused)}")
+    _check_switches(tokenizer, switches)
     limits.check("the chat", _characters([messages, tools, switches]))
     turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    probed = _probed(tokenizer, template)
+    turns = _fitted_turns(turns, template, probed.traits, write_call)
+    prompt = _rendered_in_any_way(
+        tokenizer,
+        template,
+        turns,
+        _ways(turns, tools, probed.forms),
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+        **switches,
+    )
+    if not prompt:
+        raise PromptRequired("the chat template renders the messages as an empty prompt")
+    limits.check("the prompt in its chat template", len(prompt))
+    return prompt
+
+
+def _check_switches(tokenizer: Tokenizer, switches: Mapping[str, Any]) -> None:
+    """Refuse the arguments of apply_chat_template as switches: a template is one of them."""
+    if not switches:
+        return
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    refused = sorted(taken & switches.keys())
+    if refused:
+        raise InvalidParameter(f"chat_template_kwargs must not contain {', '.join(refused)}")
+
+
+def _fitted_turns(
+    turns: list[dict[str, Any]], template: str, traits: TemplateTraits, write_call: WriteCall
+) -> list[dict[str, Any]]:
+    """Return the turns as a template accepts them; contents keep their parts if nothing has to change."""
     if "developer" not in template:
         turns = [
             {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns
         ]
     texts = [{**turn, "content": text_of(turn["content"])} for turn in turns]
-    probed = _probed(tokenizer, template)
-    fitting = fitted(texts, probed.traits, write_call)
-    if fitting != texts:
-        # Otherwise, contents keep the parts that a client made of them.
-        turns = fitting
-    forms = probed.forms
-    ways = [(forms, tools)]
+    fitting = fitted(texts, traits, write_call)
+    return turns if fitting == texts else fitting
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to render a chat: the forms of its turns, and its tools."""
+
+    forms: TemplateForms
+    tools: Sequence[Mapping[str, Any]]
+
+
+def _ways(
+    turns: Sequence[Message], tools: Sequence[Mapping[str, Any]], forms: TemplateForms
+) -> list[_Way]:
+    """Return the ways to try, the usual one first."""
+    ways = [_Way(forms, tools)]
     if any(turn.get("tool_calls") for turn in turns):
-        ways.append((with_other_arguments(forms), tools))
+        ways.append(_Way(with_other_arguments(forms), tools))
     if tools:
-        ways.append((forms, [_described(tool) for tool in tools]))
+        ways.append(_Way(forms, [_described(tool) for tool in tools]))
+    return ways
+
+
+def _rendered_in_any_way(
+    tokenizer: Tokenizer,
+    template: str,
+    turns: Sequence[Message],
+    ways: Sequence[_Way],
+    **options: Any,
+) -> str:
+    """Return the prompt of the first way that the template accepts, or raise the first refusal."""
     refusals: list[Exception] = []
-    prompt = None
-    for way_forms, way_tools in ways:
+    for way in ways:
         try:
-            prompt = _rendered(
+            return _rendered(
                 tokenizer,
                 template,
-                [in_its_forms(turn, way_forms) for turn in turns],
-                tools=way_tools,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **switches,
+                [in_its_forms(turn, way.forms) for turn in turns],
+                tools=way.tools,
+                **options,
             )
-            break
         except Exception as error:
             # A template can raise any exception.
             refusals.append(error)
-    if prompt is None:
-        raise errors.ChatTemplateError(_refusal(refusals[0])) from None
-    if not prompt:
-        raise PromptRequired("the chat template renders the messages as an empty prompt")
-    limits.check("the prompt in its chat template", len(prompt))
-    return prompt
+    raise errors.ChatTemplateError(_refusal(refusals[0])) from None
 
 
 def _rendered(

@@ -12,10 +12,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, Step
+from cog_triton.engines.interpreter import python
 from cog_triton.engines.library_arguments import ARGUMENTS
 from cog_triton.engines.vllm import VllmEngine
 from cog_triton.engines.vllm_arguments import engine_config, guide_arguments, on_device
-from cog_triton.processes import python
 from cog_triton.request.request import Guide, GuideKind
 from tests.support import ROOT
 

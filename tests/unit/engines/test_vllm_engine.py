@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams
-from cog_triton.processes import LEAST_PRIORITY
+from cog_triton.engines.interpreter import LEAST_PRIORITY
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter, merge
