@@ -6,7 +6,8 @@
     attached.py            the same on a Triton that runs already, whose ensemble may give text
     engine_choice.py       the engine to run, and what keeps one from running here
     model_files.py         the model's files, put in place, and its names
-    file_checks.py         checks of those files; checkpoint.py has those of weights
+    file_checks.py         checks of those files; checkpoint.py has those of weights, and
+                           transformers_checks.py those for the transformers engine
     model_defaults.py      the end tokens and sampling parameters that the files name
     template_variables.py  the variables of Triton's models
     announcement.py        the line that says what is served

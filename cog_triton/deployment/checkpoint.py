@@ -7,7 +7,7 @@ when the engine loads it, in ``cog_triton.engines.transformers_loading``.
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import safetensors
 
 from cog_triton.engines.model_config import first_names
 from cog_triton.errors import ConfigurationError
-from cog_triton.text.tokenizer import without_torch
 
 # Components of names that wrappers of a model leave in a checkpoint that was saved through them.
 _WRAPPERS = frozenset(
@@ -28,27 +27,6 @@ _WRAPPERS = frozenset(
     )
 )
 _WRAPPER_PREFIXES = ("module.", "base_model.model.")
-# Last components of the names of what belongs to a quantized weight.
-_QUANTIZATION_PARTS = frozenset(
-    (
-        *(
-            "weight_scale",
-            "weight_scale_inv",
-            "weight_scale_2",
-            "weight_zero_point",
-            "weight_packed",
-        ),
-        *("input_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB"),
-    )
-)
-_HEADS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForMaskedLM",
-    "RewardModel",
-)
 # The layers of a language model, and not those of an encoder of images or sounds beside it.
 _LAYER = re.compile(r"(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d+)\.")
 # Numbers of layers that predict further tokens; they stand behind the others in a checkpoint.
@@ -62,13 +40,6 @@ _PREDICTION_COUNTS = (
 _PREDICTION_PARTS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
 _POINTER = b"version https://git-lfs"
 _PICKLE = b"\x80"
-# The files that transformers looks for; others of a checkpoint are found by an index.
-_ENTRY_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -189,117 +160,6 @@ def unused_layers(config: Mapping[str, Any], names: set[str]) -> str | None:
         f"config.json says num_hidden_layers={named}, but the checkpoint has {count} layers: layers "
         f"{named} to {count - 1} are not used; if the model writes nonsense, correct config.json"
     )
-
-
-def transformers_problems(
-    directory: Path, config: Mapping[str, Any], names: set[str]
-) -> Iterator[str]:
-    """Yield what keeps transformers from loading the checkpoint as its author meant it."""
-    architectures = config.get("architectures") or []
-    head = next((one for one in architectures if str(one).endswith(_HEADS)), None)
-    if head is not None:
-        yield (
-            f"{directory} contains a {head}, which does not generate text; "
-            "use the checkpoint of a causal language model (…ForCausalLM)"
-        )
-    if not any((directory / name).is_file() for name in _ENTRY_FILES):
-        files = sorted(
-            file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)
-        )
-        yield (
-            f"{directory} contains the weights {first_names(files)} but none of the files that "
-            f"transformers looks for ({', '.join(_ENTRY_FILES)}); the download may be incomplete"
-        )
-    yield from _quantization_problems(directory, config, names)
-    yield from _token_problems(directory, config)
-
-
-def _token_problems(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what transformers cannot read of the ids that the files name, which it says in riddles."""
-    ends = config.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(token) is int for token in listed):
-        yield f"{directory}/config.json: eos_token_id must be a token id or a list of them, not {ends!r}"
-    generation: Mapping[str, Any] = {}
-    if (directory / "generation_config.json").is_file():
-        generation = read_json(directory / "generation_config.json")
-    for name, content in (("config.json", config), ("generation_config.json", generation)):
-        padding = content.get("pad_token_id")
-        if padding is not None and type(padding) is not int:
-            yield f"{directory}/{name}: pad_token_id must be a token id, not {padding!r}"
-
-
-def family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Return why transformers generates no text with a model of this family; None if it does.
-
-    This imports transformers, which takes most of a second.
-    """
-    family = config.get("model_type")
-    if not isinstance(family, str) or "auto_map" in config:
-        # The loader says what is wrong, and a model's code may do anything.
-        return None
-    without_torch()
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    )
-
-    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return None
-    if family in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return None
-    if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return (
-            f"{directory} is a vision-language model ({family}), but ENGINE=transformers supports only "
-            "text models; ENGINE=vllm supports many models of this kind"
-        )
-    return (
-        f"the installed transformers cannot generate text with the model type {family!r} in "
-        f"{directory}/config.json; try ENGINE=vllm or a newer transformers that cog-triton[local] allows"
-    )
-
-
-def _quantization_problems(
-    directory: Path, config: Mapping[str, Any], names: set[str]
-) -> Iterator[str]:
-    text_config = config.get("text_config") or {}
-    quantization = config.get("quantization_config") or text_config.get("quantization_config")
-    if quantization is None:
-        # The first releases of llm-compressor wrote this.
-        quantization = config.get("compression_config")
-    elsewhere = "use ENGINE=vllm or a checkpoint that is not quantized"
-    if isinstance(quantization, Mapping):
-        in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
-        method = "bitsandbytes" if in_bits else quantization.get("quant_method")
-        known = quantization_methods()
-        if method not in known:
-            yield (
-                f"transformers does not support the quantization {method!r} in {directory}/config.json "
-                f"(it supports {', '.join(known)}); {elsewhere}"
-            )
-    elif (directory / "hf_quant_config.json").is_file():
-        yield (
-            f"{directory} was quantized with NVIDIA's ModelOpt (hf_quant_config.json), which "
-            f"transformers does not support; {elsewhere}"
-        )
-    else:
-        parts = [name for name in names if name.rpartition(".")[2] in _QUANTIZATION_PARTS]
-        if parts:
-            yield (
-                f"{directory} contains {len(parts)} scales or zero points of quantized weights "
-                f"({first_names(parts)}), but its config.json has no quantization_config; use the "
-                "config.json that was saved with the quantized checkpoint"
-            )
-
-
-def quantization_methods() -> list[str]:
-    """Return the quantizations that the installed transformers knows."""
-    without_torch()
-    # Here, because it takes a second.
-    from transformers.utils.quantization_config import QuantizationMethod
-
-    return sorted(method.value for method in QuantizationMethod)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -8,13 +8,12 @@ from typing import Any
 from cog_triton.deployment.checkpoint import (
     check_weight_files,
     check_weight_names,
-    family_problem,
     read_json,
     refuse_adapter,
-    transformers_problems,
     unused_layers,
 )
 from cog_triton.deployment.template_variables import context_length, vllm_file
+from cog_triton.deployment.transformers_checks import family_problem, transformers_problems
 from cog_triton.engines import model_config
 from cog_triton.errors import ConfigurationError
 
