@@ -5,8 +5,8 @@
 ARG COG_TRITON_IMAGE=cog-triton
 FROM ${COG_TRITON_IMAGE}
 USER 0:0
-# As in the Dockerfile, what TensorRT-LLM or vLLM needs keeps its version; but for pydantic, of which Dynamo 1.6.1 takes
-# 2.13 at most. uv leaves out what Dynamo names and does not import: see the overrides.
+# As in the Dockerfile, packages that TensorRT-LLM or vLLM needs keep their versions, except pydantic: Dynamo 1.6.1
+# supports 2.13 at most. The overrides leave out packages that Dynamo requires but does not import.
 RUN mkdir /tmp/image && cp requirements/image.in requirements/image.txt /tmp/image/ \
     && python3 scripts/image_requirements.py /tmp/image \
     && sed -i '/^pydantic/d' /tmp/image/constraints.txt \

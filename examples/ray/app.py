@@ -1,4 +1,4 @@
-"""OpenAI's API as an application of Ray Serve 2.60, a Triton for each replica; docs/scale.md runs it."""
+"""OpenAI's API as an application of Ray Serve 2.60, with a Triton for each replica. See docs/scale.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.deployment.model_files import model_name
 from cog_triton.settings import read_settings
 
-# Replicas share a machine, so each takes free ports. One whose Triton cannot be started again ends, and Ray
+# Replicas share a machine, so each takes free ports. A replica whose Triton cannot be restarted exits, and Ray
 # starts another.
 SETTINGS = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
 SETTINGS["EXIT_ON_FAILURE"] = "1"
@@ -33,11 +33,11 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     await deployment.stop()
 
 
-# Above MAX_RUNNING and MAX_WAITING together, and DRAIN_SECONDS.
+# More than MAX_RUNNING plus MAX_WAITING, and more than DRAIN_SECONDS.
 @serve.deployment(num_replicas=2, max_ongoing_requests=600, graceful_shutdown_timeout_s=40)
 @serve.ingress(lambda: FastAPI(lifespan=lifespan, openapi_url=None))
-class Face:
+class Api:
     pass
 
 
-application = Face.bind()
+application = Api.bind()

@@ -161,7 +161,7 @@ def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
     defaults = read_settings({})
     began, received = threading.Event(), dict[str, int]()
 
-    class Face(QuietHandler):
+    class Upstream(QuietHandler):
         def do_POST(self) -> None:
             left = int(self.headers["Content-Length"])
             received[self.path] = left
@@ -178,7 +178,7 @@ def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
         for start in range(1 << 20, size, 1 << 20):
             yield bytes(min(size - start, 1 << 20))
 
-    with http_server(Face) as url:
+    with http_server(Upstream) as url:
         changes = {"http://127.0.0.1:3000": url}
         with nginx("openai/nginx.conf", tmp_path, changes) as client:
             for path, size in (
@@ -199,5 +199,5 @@ def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
 def test_the_page_names_what_is_let_through() -> None:
     config = (ROOT / "deploy" / "nginx" / "cog-triton.conf").read_text()
     page = " ".join((ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split())
-    assert "bodies of {} MB".format(*re.findall(r"client_max_body_size (\d+)m", config)) in page
-    assert "128 characters" in page
+    assert "bodies of up to {} MB".format(*re.findall(r"client_max_body_size (\d+)m", config)) in page
+    assert "up to 128 letters, digits" in page
