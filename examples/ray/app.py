@@ -15,8 +15,8 @@ from cog_triton.deployment import Deployment
 from cog_triton.deployment.model_files import model_name
 from cog_triton.settings import read_settings
 
-# Replicas share a machine, so each takes free ports. A replica whose Triton cannot be restarted exits, and Ray
-# starts another.
+# Replicas share a machine, so each takes free ports. A replica whose Triton cannot be restarted exits, and
+# Ray starts another.
 SETTINGS = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
 SETTINGS["EXIT_ON_FAILURE"] = "1"
 

@@ -199,5 +199,7 @@ def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
 def test_the_page_names_what_is_let_through() -> None:
     config = (ROOT / "deploy" / "nginx" / "cog-triton.conf").read_text()
     page = " ".join((ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split())
-    assert "bodies of up to {} MB".format(*re.findall(r"client_max_body_size (\d+)m", config)) in page
+    assert (
+        "bodies of up to {} MB".format(*re.findall(r"client_max_body_size (\d+)m", config)) in page
+    )
     assert "up to 128 letters, digits" in page

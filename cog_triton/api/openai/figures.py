@@ -16,7 +16,7 @@ from cog_triton.deployment.deployment import queue_metrics
 from cog_triton.request.admission import Admission
 
 REFRESH_SECONDS = 1.0
-DESCRIPTION = "As vLLM's of this name; see docs/openai.md."
+DESCRIPTION = "Same as vLLM's metric of this name."
 # Upper bounds of the histograms' buckets, by vLLM's names and with its values.
 LATENCY_BUCKETS = (
     0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,

@@ -160,7 +160,9 @@ def test_every_problem_of_a_template_is_reported_at_once(
     """``lines`` has how the lines of the error begin."""
     with pytest.raises(TemplateError) as raised:
         fill_model("postprocessing", template, values)
-    found = [line.partition("; known are")[0] for line in raised.value.message.split("\n  ")[1:]]
+    found = [
+        line.partition("; the known ones are")[0] for line in raised.value.message.split("\n  ")[1:]
+    ]
     for line, expected in zip(found, lines, strict=True):
         assert line.startswith(f"postprocessing: {expected}")
     assert str(raised.value).startswith("E3002 TemplateError: ")
