@@ -3,11 +3,11 @@
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -142,27 +142,10 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
     if not any(directory.glob("*.engine")):
         yield f"ENGINE_DIR={directory} contains no rank*.engine file"
     config = read_json(directory / "config.json")
+    version_problem = _version_problem(directory, str(config.get("version", "unknown")), installed)
+    if version_problem is not None:
+        yield version_problem
     model = config.get("pretrained_config", {})
-    built = str(config.get("version", "unknown"))
-    built_version = _version(built)
-    installed_version = _version(installed or "")
-    if (
-        built_version is not None
-        and installed_version is not None
-        and built_version.release[:2] != installed_version.release[:2]
-    ):
-        yield (
-            f"the engine in {directory} was built with TensorRT-LLM {built}, but {installed} is installed; "
-            "an engine runs only on the version that built it: rebuild it, or use that version's image"
-        )
-    if built != installed:
-        with_version = (
-            f"TensorRT-LLM {built}" if built_version else "an unknown version of TensorRT-LLM"
-        )
-        here = (
-            f"{installed} is installed" if installed_version else "the installed version is unknown"
-        )
-        logger.warning("the engine was built with %s, but %s", with_version, here)
     needed = model.get("mapping", {}).get("world_size", 1)
     if needed != ranks:
         yield (
@@ -173,8 +156,41 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
         yield f"the engine in {directory} lacks {', '.join(missing)}"
-    if settings.lora_dir is None:
-        return
+    if settings.lora_dir is not None:
+        yield from _adapter_problems(settings, directory, config)
+
+
+def _version_problem(directory: Path, built: str, installed: str | None) -> str | None:
+    """Return a problem if another minor version built an engine; warn of any other difference."""
+    built_version = _version(built)
+    installed_version = _version(installed or "")
+    if (
+        built_version is not None
+        and installed_version is not None
+        and built_version.release[:2] != installed_version.release[:2]
+    ):
+        return (
+            f"the engine in {directory} was built with TensorRT-LLM {built}, but {installed} is installed; "
+            "an engine runs only on the version that built it: rebuild it, or use that version's image"
+        )
+    if built != installed:
+        builder = "an unknown version of TensorRT-LLM"
+        if built_version is not None:
+            builder = f"TensorRT-LLM {built}"
+        here = "the installed version is unknown"
+        if installed_version is not None:
+            here = f"{installed} is installed"
+        logger.warning("the engine was built with %s, but %s", builder, here)
+    return None
+
+
+def _adapter_problems(
+    settings: Settings, directory: Path, config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield why an engine cannot use the adapters of LORA_DIR.
+
+    TensorRT-LLM itself would answer without the adapter (tensorrtllm_backend issue 791).
+    """
     # Triton takes no 16-bit numbers as JSON.
     if settings.transport == "http":
         yield "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc"
@@ -184,8 +200,7 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
             f"the engine in {directory} was built without lora_plugin and would ignore the adapters in "
             "LORA_DIR; rebuild it with lora_plugin, or unset LORA_DIR"
         )
-    # TensorRT-LLM answers without the adapter then, and does not say so (tensorrtllm_backend issue 791).
-    dtype = model.get("dtype")
+    dtype = config.get("pretrained_config", {}).get("dtype")
     if plugin not in ("auto", dtype) or dtype not in DTYPES:
         yield (
             f"the engine in {directory} has the data type {dtype}, but its lora_plugin has {plugin}; for "

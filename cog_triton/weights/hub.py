@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError
@@ -65,40 +66,69 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
             f"{shown_url(source)!r} is not a local file or directory, a URL, or a Hugging Face id "
             "(org/name or org/name@revision)"
         )
-    # Imported here, because it takes a while and most deployments have their files in place.
-    from huggingface_hub import snapshot_download
-
     keep_urls_out_of_logs()
-    name = match["name"]
-    revision = match["revision"]
+    repository = _Repository(match["name"], match["revision"], token)
     wanted = None if without else match["quantization"] or match["file"]
     with _described_problems(source):
         if wanted is None:
-            unused = [*UNUSED_FORMATS, *without]
-            snapshot = Path(
-                snapshot_download(name, revision=revision, token=token, ignore_patterns=unused)
-            )
+            snapshot = repository.snapshot(ignored=[*UNUSED_FORMATS, *without])
             if without or _holds_weights(snapshot):
                 return snapshot
         else:
-            snapshot = Path(
-                snapshot_download(
-                    name, revision=revision, token=token, allow_patterns=["config.json"]
-                )
-            )
-        files = _gguf_files(name, revision, token, snapshot)
+            snapshot = repository.snapshot(only=["config.json"])
+        files = repository.gguf_files(snapshot)
         if not files and wanted is None:
             return snapshot
         file = choose_gguf(source, files, wanted)
-        logger.info("using %s from %s", file, name)
-        snapshot = Path(
-            snapshot_download(name, revision=revision, token=token, allow_patterns=[file])
-        )
+        logger.info("using %s from %s", file, repository.name)
+        snapshot = repository.snapshot(only=[file])
     if not (snapshot / file).is_file():
         raise ConfigurationError(
             f"{file} of {source} is not in the Hugging Face cache and cannot be downloaded now"
         )
     return snapshot / file
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """A repository on Hugging Face, at a revision."""
+
+    name: str
+    revision: str | None
+    token: str | None
+
+    def snapshot(self, only: list[str] | None = None, ignored: list[str] | None = None) -> Path:
+        """Return the directory of its files in the cache, downloaded if need be.
+
+        Args:
+            only: patterns of the files that are wanted; None for all.
+            ignored: patterns of files that are not wanted.
+        """
+        # Here, because it takes a while and most deployments have their files in place.
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self.name,
+                revision=self.revision,
+                token=self.token,
+                allow_patterns=only,
+                ignore_patterns=ignored,
+            )
+        )
+
+    def gguf_files(self, snapshot: Path) -> list[str]:
+        """Return the names of its GGUF files; those in the cache if the hub cannot be asked."""
+        from huggingface_hub import HfApi
+
+        try:
+            names = HfApi().list_repo_files(self.name, revision=self.revision, token=self.token)
+        except Exception:
+            # The snapshot was found: the hub is turned off or cannot be reached.
+            names = [
+                str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()
+            ]
+        return [file for file in names if file.lower().endswith(gguf.SUFFIX)]
 
 
 def choose_gguf(source: str, files: Sequence[str], wanted: str | None) -> str:
@@ -139,18 +169,6 @@ def _is_part(wanted: str, file: str) -> bool:
 
 def _holds_weights(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in WEIGHTS)
-
-
-def _gguf_files(name: str, revision: str | None, token: str | None, snapshot: Path) -> list[str]:
-    """Return the names of a repository's GGUF files; those in the cache if the hub cannot be asked."""
-    from huggingface_hub import HfApi
-
-    try:
-        names = HfApi().list_repo_files(name, revision=revision, token=token)
-    except Exception:
-        # The snapshot was found: the hub is turned off or cannot be reached.
-        names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
-    return [file for file in names if file.lower().endswith(gguf.SUFFIX)]
 
 
 @contextmanager
