@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.integration.conftest import Triton
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MEGABYTE = 1 << 20
 
 
@@ -53,8 +53,12 @@ def server(batching: OpenAIServer) -> OpenAIServer:
 
 
 def line_of(name: str, url: str, **fields: Any) -> dict[str, Any]:
-    asked = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": f"Hello {name}"}}
-    body = {"model": "demo", "max_tokens": 8, **asked.get(url, {"input": "Hello"}), **fields}
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": MESSAGES, "max_tokens": 8},
+        TEXT: {"prompt": f"Hello {name}", "max_tokens": 8},
+        RESPONSES: {"input": "Hello", "max_output_tokens": 8},
+    }
+    body = {"model": "demo", **asked[url], **fields}
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
@@ -62,7 +66,7 @@ def text_of(*lines: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("endpoint", [CHAT, TEXT, RESPONSES])
 def test_openais_sdk_creates_polls_and_reads_one(client: openai.OpenAI, endpoint: Any) -> None:
     lines = [line_of(str(n), endpoint) for n in range(20)]
     lines[3]["body"]["temperature"] = 9
@@ -83,7 +87,7 @@ def test_openais_sdk_creates_polls_and_reads_one(client: openai.OpenAI, endpoint
     answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
     texts = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
     assert sorted(texts) == sorted({str(n) for n in range(20)} - {"3"})
-    key = {"/v1/responses": "output"}.get(endpoint, "choices")
+    key = {RESPONSES: "output"}.get(endpoint, "choices")
     assert all(body[key] for body in texts.values())
     (error,) = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
     assert (error["custom_id"], error["response"]["status_code"]) == ("3", 400)
@@ -137,7 +141,7 @@ def runner_of(store: str) -> int:
 def test_a_batch_outlives_whatever_is_killed(
     paced_triton: Triton, demo_model: Path, tmp_path: Path
 ) -> None:
-    store, count = str(tmp_path / "journal.db"), 200
+    store, count = str(tmp_path / "journal.db"), 80
     lines = [line_of(str(n), TEXT, max_tokens=20) for n in range(count)]
 
     def command(**more: str) -> OpenAIServer:

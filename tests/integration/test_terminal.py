@@ -286,7 +286,9 @@ def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
         pytest.param(
             "/tensorrt_llm/1/model.py", 1, f"exit status {EXIT_STATUS}: {WITH_IT}", id="the engine"
         ),
-        pytest.param("scripts/serve.py", -signal.SIGKILL, "", id="the command"),
+        pytest.param(
+            "scripts/serve.py", -signal.SIGKILL, "", id="the command", marks=pytest.mark.rare
+        ),
     ],
 )
 def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
