@@ -37,7 +37,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-rare test-unit test-clients test-vllm \
-	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit release clean help
+	test-dynamo coverage mutations demo-model bench bench-gpu soak lint fix docs site lock audit release clean help
 
 setup: $(STAMP)
 
@@ -157,6 +157,20 @@ test-vllm: $(VLLM_STAMP)
 test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
 	STREAMS=1000 $(BIN)/python -m pytest -q -rs tests/unit/api/test_dynamo.py tests/unit/engines/test_kv_events.py \
 		tests/integration/test_dynamo.py tests/integration/test_machines.py
+
+# Lines and branches that make test runs, in all processes that import site-packages: not the guard's, which does
+# without. A process that is killed writes nothing.
+coverage: export COVERAGE_FILE = $(CURDIR)/artifacts/coverage/data
+coverage: $(DEVELOPED)
+	$(BIN)/uv pip install -q --python $(BIN)/python "coverage>=7.10,<8"
+	rm -rf artifacts/coverage && mkdir -p artifacts/coverage
+	-$(BIN)/python -m coverage run -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare" $(TESTS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
+
+# Breaks twenty places of cog_triton, one at a time: at least eighteen must fail a test.
+mutations: $(DEVELOPED)
+	$(BIN)/python -m tools.mutations --count 20 --integration
 
 # Trains it anew, in cog_triton/demo.
 demo-model: $(DEVELOPED)
