@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import httpx
 import pytest
 
 from cog_triton import errors
-from cog_triton.deployment import model_files
+from cog_triton.deployment import deployment as deployment_module
+from cog_triton.deployment import model_files, running
 from cog_triton.deployment.deployment import (
     Deployment,
     check_supported,
@@ -23,6 +25,7 @@ from cog_triton.deployment.engine_choice import EngineName
 from cog_triton.deployment.template_variables import own_preprocessing
 from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer
 
@@ -166,3 +169,45 @@ def test_a_port_in_use_is_noticed_before_the_model_is_fetched(
         settings = read_settings({"TRITON_HTTP_PORT": str(port), "MODEL": "org/model"})
         with pytest.raises(errors.ConfigurationError, match=f"TRITON_HTTP_PORT={port}: cannot"):
             asyncio.run(Deployment.start(settings))
+
+
+def test_the_tokenizer_loads_after_triton_was_started_and_while_its_models_load(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    loaded = threading.Event()
+
+    class Server(TritonServer):
+        def spawn(self) -> None:
+            steps.append("Triton is started")
+
+        def wait_until_ready(self) -> None:
+            assert loaded.wait(60)
+            steps.append("the models are loaded")
+            raise errors.ConfigurationError("this far and no further")
+
+    def load(_: object) -> None:
+        steps.append("the tokenizer is loaded")
+        loaded.set()
+
+    monkeypatch.setattr(running, "TritonServer", Server)
+    monkeypatch.setattr(deployment_module, "tokenizer_of", load)
+    ports = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
+    settings = read_settings({"MODEL": str(demo_model), "ENGINE": "simulated", **ports})
+    with pytest.raises(errors.ConfigurationError, match="this far"):
+        asyncio.run(Deployment.start(settings))
+    assert steps == ["Triton is started", "the tokenizer is loaded", "the models are loaded"]
+
+
+def test_a_family_that_transformers_does_not_know_is_refused_where_the_tokenizer_loads(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "zebra"}')
+    settings = read_settings({"MODEL": str(demo_model)})
+    variables = {"engine": "transformers", "model": str(tmp_path)}
+
+    async def load() -> None:
+        await deployment_module.TokenizerLoader(settings, variables).load()
+
+    with pytest.raises(errors.ConfigurationError, match="model type 'zebra'"):
+        asyncio.run(load())
