@@ -25,7 +25,7 @@ class Turn:
 
     Attributes:
         request: the request for the first answer.
-        known: the format of the model's calls; None if the answer can have none.
+        call_format: the format of the model's calls; None if the answer can have none.
         thoughts: the marks of the thoughts that the answer may begin with.
         guided_to: what a guide limits the answer to, if it asks for calls.
         parallel: the answer may have several calls.
@@ -33,24 +33,24 @@ class Turn:
 
     request: Request
     use: ToolUse
-    known: Format | None
+    call_format: Format | None
     thoughts: Thoughts | None
     guided_to: GuidedTo | None = None
     parallel: bool = True
 
     def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> Parser:
         """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
-        known = self.known
-        if known is None:
+        call_format = self.call_format
+        if call_format is None:
             return Parser(AnswerStart(self.request.prompt, self.thoughts))
         start = AnswerStart(
             prompt=self.request.prompt,
             thoughts=self.thoughts,
             schemas=self.use.schemas,
-            new_id=lambda: known.new_id(prefix, draw()),
+            new_id=lambda: call_format.new_id(prefix, draw()),
             max_calls=None if self.parallel else 1,
         )
-        return new_parser(known, start, self.guided_to)
+        return new_parser(call_format, start, self.guided_to)
 
 
 def chat_turn(body: ChatBody, served: Served, tool_places: Mapping[str, str] | None = None) -> Turn:
@@ -62,39 +62,44 @@ def chat_turn(body: ChatBody, served: Served, tool_places: Mapping[str, str] | N
     """
     template = template_text(served.backend.tokenizer)
     use = tool_use(body)
-    known = format_of(template)
-    if use.offered and known is None:
-        raise invalid("tools: this model's chat template does not support them", "tools")
-    if known is not None and not use.offered and not known.marks_messages:
-        known = None
+    call_format = _call_format(template, use)
     parallel = body.parallel_tool_calls is not False
     values = sampling(body, served)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     guided_to: GuidedTo | None = None
-    if known and use.enforced:
+    if call_format and use.enforced:
         # A response_format is that of a text, of which there will be none.
         for name in body.vllm_guides():
             raise invalid(f"tool_choice and {name} cannot be combined", "tool_choice")
-        values["guide"] = call_guide(use, known, parallel=parallel)
-        _blame_tools(use, _tool_places(body) if tool_places is None else tool_places)
         guided_to = "calls"
-    elif known and use.offered and _asks_for_json(body):
-        values["guide"] = either_guide(use, known, values["guide"], parallel=parallel)
+        values["guide"] = call_guide(use, call_format, parallel=parallel)
+        _blame_tools(use, _tool_places(body) if tool_places is None else tool_places)
+    elif call_format and use.offered and _asks_for_json(body):
         guided_to = "calls or an answer"
-    # A guide has an answer begin with what it allows.
+        values["guide"] = either_guide(use, call_format, values["guide"], parallel=parallel)
     is_guided = values["guide"] is not None
-    thoughts = None if is_guided else thoughts_of(template)
+    thoughts = None if is_guided else thoughts_of(template)  # a guide allows none
     request = Request(
         prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens=_max_tokens(body, served),
-        shown_tokens=_shown_tokens(known, thoughts),
+        shown_tokens=_shown_tokens(call_format, thoughts),
         **values,
     )
-    if request.guide is not None and guided_to is None:
-        known = None  # the guide asks for a text, in which there is no call
-    return Turn(request, use, known, thoughts, guided_to, parallel)
+    if is_guided and guided_to is None:
+        call_format = None  # the guide asks for a text, in which there is no call
+    return Turn(request, use, call_format, thoughts, guided_to, parallel)
+
+
+def _call_format(template: str, use: ToolUse) -> Format | None:
+    """Return the format of the model's calls, or None if its answer can have none; may raise ApiError."""
+    call_format = format_of(template)
+    if use.offered and call_format is None:
+        raise invalid("tools: this model's chat template does not support them", "tools")
+    if call_format is not None and not use.offered and not call_format.marks_messages:
+        return None
+    return call_format
 
 
 def _max_tokens(body: ChatBody, served: Served) -> int:
@@ -129,9 +134,9 @@ def _asks_for_json(body: ChatBody) -> bool:
     return form is not None and form.asks_for_json
 
 
-def _shown_tokens(known: Format | None, thoughts: Thoughts | None) -> tuple[str, ...]:
+def _shown_tokens(call_format: Format | None, thoughts: Thoughts | None) -> tuple[str, ...]:
     """Return the special tokens that the text has to have for its parser."""
-    tokens = list(known.special_tokens) if known else []
+    tokens = list(call_format.special_tokens) if call_format else []
     if thoughts is not None:
         tokens += thoughts.special_tokens
     return tuple(tokens)

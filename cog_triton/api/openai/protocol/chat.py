@@ -36,7 +36,9 @@ class ChatChoice(PromptAndEnd):
         self._echo = echoed(body)
         self._parser = turn.parser()
         self._is_named = bool(turn.use.named)
-        self._is_plain = turn.known is None and turn.thoughts is None and not self._returns_ids
+        self._is_plain = (
+            turn.call_format is None and turn.thoughts is None and not self._returns_ids
+        )
         self._custom = turn.use.custom
         self._waiting: Block | None = None  # a custom tool's call, whose text is known at its end
 

@@ -530,7 +530,7 @@ def test_functionary_gets_its_first_recipient_where_the_prompt_ends() -> None:
     turn = Turn(
         request=Request(prompt="…<|start_header_id|>assistant<|end_header_id|>\n\n>>>", seed=None),
         use=ToolUse([tool]),
-        known=FORMATS["functionary"],
+        call_format=FORMATS["functionary"],
         thoughts=None,
     )
     reader = turn.parser()
