@@ -62,8 +62,13 @@ class Answer(asyncio.StreamReader):
 
     def show(self, place: int, text: str) -> None:
         """Take a text from the predictor."""
-        if self._has_events and not self._ended:
+        if not self._has_events or self._ended:
+            return
+        if self._begun and place <= self._sent_characters:
+            self._send_new(place, text)
+        else:
             bisect.insort(self._waiting, _Text(place, text))
+        if self._waiting:
             self._send_ready()
 
     def feed_data(self, data: Any) -> None:
@@ -99,11 +104,14 @@ class Answer(asyncio.StreamReader):
             self._cog_characters += len(text)
         else:
             super().feed_data(event + _EVENT_END)
-        self._send_ready()
+        if self._waiting:
+            self._send_ready()
 
     def _send_ready(self) -> None:
         """Send the texts that wait, as far as they leave no gap."""
-        while self._begun and self._waiting and self._waiting[0].place <= self._sent_characters:
+        if not self._begun:
+            return
+        while self._waiting and self._waiting[0].place <= self._sent_characters:
             place, text = self._waiting.pop(0)
             self._send_new(place, text)
 
