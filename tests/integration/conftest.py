@@ -19,7 +19,7 @@ from cog_triton.server.command import Endpoints, Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from tests.openai_server import OpenAIBesideCog, OpenAIServer
-from tests.support import CogServer, EngineCounters, free_port, started_by
+from tests.support import CogServer, EngineCounters, free_port, slowness, started_by
 
 if TYPE_CHECKING:
     import openai
@@ -67,6 +67,12 @@ def running(server: TritonServer) -> Iterator[TritonServer]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_machine() -> None:
+    """Measure the machine for ``limit`` before the tests: an event loop would wait meanwhile."""
+    slowness()
 
 
 LIST_TOKEN = "the token of those who may list"

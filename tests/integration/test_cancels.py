@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import CogServer
+from tests.support import CogServer, limit
 
 TOGETHER = 60
 CANCELS = int(os.environ.get("CANCELS", "60"))
@@ -29,7 +29,7 @@ class Storm:
         self.server = server
         self.openai = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
         limits = httpx.Limits(max_connections=None)
-        self.client = httpx.AsyncClient(trust_env=False, timeout=60, limits=limits)
+        self.client = httpx.AsyncClient(trust_env=False, timeout=limit(60), limits=limits)
 
     async def delay(self) -> None:
         """Wait for a moment anywhere in the start of a request."""

@@ -23,6 +23,7 @@ from cog_triton.request.request import Request
 from tests.browser import HOSTILE, Tab, chromium
 from tests.openai_server import ANSWER, MESSAGES, OpenAIServer
 from tests.scripted_model import serving
+from tests.support import limit
 from tests.unit.api.openai.support import Backend
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def test_a_stop_ends_the_request(written_tab: Tab, written: Written, by: str) ->
     tab.ended()
     assert tab.facts()[1] == "stopped"
     assert tab.text()
-    assert written.model.cancelled.wait(60)
+    assert written.model.cancelled.wait(limit(60))
     assert stop.is_hidden()
 
 

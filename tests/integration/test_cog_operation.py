@@ -14,7 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import CogServer, alive, children, free_port, http_server, metrics, wait_until
+from tests.support import (
+    CogServer,
+    alive,
+    children,
+    free_port,
+    http_server,
+    limit,
+    metrics,
+    wait_until,
+)
 
 RUNNING, WAITING = 2, 3
 
@@ -61,7 +70,7 @@ def test_weights_from_a_url_answer_over_http(server: CogServer) -> None:
 
 async def predictions(server: CogServer, count: int, **inputs: Any) -> list[dict[str, Any]]:
     """Predictions that are sent at the same moment."""
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=limit(60)) as client:
         body = {"input": {"prompt": "Hi", **inputs}}
         sent = [client.post(f"{server.url}/predictions", json=body) for _ in range(count)]
         return [reply.json() for reply in await asyncio.gather(*sent)]

@@ -21,6 +21,7 @@ from tests.support import (
     QuietHandler,
     chunks,
     http_server,
+    limit,
     started_by,
     wait_until,
 )
@@ -127,7 +128,7 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
     async def statuses() -> list[int]:
         body = {"input": {"prompt": "Hi", "max_tokens": 1}}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=limit(60), limits=limits) as client:
             post = partial(client.post, f"{paced_cog_server.url}/predictions", json=body)
             replies = await asyncio.gather(*(post() for _ in range(256)))
             return [reply.status_code for reply in replies]
@@ -307,7 +308,7 @@ def test_a_url_in_a_request_is_text(paced_cog_server: CogServer) -> None:
 def test_health_is_what_a_request_would_see(paced_cog_server: CogServer) -> None:
     def health() -> str:
         url = f"{paced_cog_server.url}/health-check"
-        return str(httpx.get(url, trust_env=False, timeout=60).json()["status"])
+        return str(httpx.get(url, trust_env=False, timeout=limit(60)).json()["status"])
 
     (preprocessing,) = started_by(paced_cog_server.process.pid, "/preprocessing/1/model.py")
     os.kill(preprocessing, signal.SIGSTOP)  # of which Triton's own health tells nothing
@@ -322,7 +323,7 @@ def test_a_worker_that_is_killed_early_ends_the_server(demo_model: Path, tmp_pat
     with CogServer({"MODEL": str(demo_model), "ENGINE": "simulated"}, tmp_path / "log") as server:
         appears = partial(started_by, server.process.pid, "coglet.server._run_worker")
         os.kill(wait_until(appears, 60, "the start of the worker")[0], signal.SIGKILL)
-        assert server.process.wait(60) != 0
+        assert server.process.wait(limit(60)) != 0
     # Cog itself says so where the worker had not read its first message, or was setting up.
     ends = "the predictor's process ended", "failed to send Init", "worker crashed"
     assert any(end in server.log.read_text() for end in ends)

@@ -14,7 +14,7 @@ from cog_triton.protocol.names import ADD_SPECIAL_TOKENS
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.test_ensemble import infer
 from tests.openai_server import MESSAGES, QUESTION, OpenAIServer
-from tests.support import ROOT, CogServer
+from tests.support import ROOT, CogServer, limit
 
 PAGE = ROOT / "docs" / "conformance.md"
 TYPES: dict[type, Any] = {int: np.int32, float: np.float32, str: np.object_}
@@ -87,7 +87,7 @@ def kserve_grpc(apis: Apis, case: Case) -> Answer:
 def generate(apis: Apis, model: str, case: Case) -> dict[str, Any]:
     body = {"text_input": apis.text(case), **case.fields, ADD_SPECIAL_TOKENS: not case.is_chat}
     url = f"http://{apis.http}/v2/models/{model}/generate"
-    reply = httpx.post(url, json=body, trust_env=False, timeout=60)
+    reply = httpx.post(url, json=body, trust_env=False, timeout=limit(60))
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 

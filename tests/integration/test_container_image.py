@@ -25,7 +25,15 @@ from cog_triton.server.installation import locate
 from cog_triton.settings import read_settings
 from tests.stand_in.build import library
 from tests.stand_in.engine import make_engine
-from tests.support import ROOT, START_TIMEOUT, chunks, free_port, streamed_prediction, wait_until
+from tests.support import (
+    ROOT,
+    START_TIMEOUT,
+    chunks,
+    free_port,
+    limit,
+    streamed_prediction,
+    wait_until,
+)
 from tests.unit.test_images import BROUGHT, requirements
 from tools.benchmark.processes import tree
 
@@ -83,7 +91,7 @@ class Image:
 
     def output(self, *command: str, **variables: str) -> tuple[int, str]:
         process = self.start(*command, **variables)
-        return process.wait(60), process.communicate()[0]
+        return process.wait(limit(60)), process.communicate()[0]
 
     def health(self, **variables: str) -> int:
         """The status of its health check."""
@@ -219,7 +227,7 @@ def test_cogs_server_and_openais_beside_it(image: Image) -> None:
             last, data = list(events)[-1]
         assert (last, data["status"]) == ("completed", "succeeded")
         assert data["metrics"]["output_token_count"] == 100
-        assert container.process.wait(timeout=60) == 0
+        assert container.process.wait(timeout=limit(60)) == 0
         assert image.health(**container.ports) == 1
 
 
@@ -230,4 +238,4 @@ def test_openais_api_on_the_llm_api(image: Image) -> None:
         assert container.completion("PORT")
         assert image.health(**container.ports) == 0
         container.first().send_signal(signal.SIGTERM)
-        assert container.process.wait(timeout=60) == 0
+        assert container.process.wait(timeout=limit(60)) == 0

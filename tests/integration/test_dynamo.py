@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.adapters import make_adapter
-from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+from tests.support import ROOT, START_TIMEOUT, free_port, limit, wait_until
 
 pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
 pytestmark = pytest.mark.rare
@@ -84,7 +84,7 @@ def scale(directory: Path, **settings: str) -> Iterator[Scaled]:
         finally:
             process.terminate()
             try:
-                assert process.wait(60) == 0, log.read_text()[-3000:]
+                assert process.wait(limit(60)) == 0, log.read_text()[-3000:]
             finally:
                 process.kill()
 
@@ -199,7 +199,7 @@ def router(scaled: Scaled, *options: str) -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(limit(60))
 
 
 def serving(url: str, workers: int = 2) -> bool:

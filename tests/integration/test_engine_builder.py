@@ -18,7 +18,7 @@ import yaml
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
-from tests.support import ROOT, alive, processes, script, wait_until
+from tests.support import ROOT, alive, limit, processes, script, wait_until
 from tools.engine_builder.build import build
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import Toolchain
@@ -355,7 +355,7 @@ def test_an_interrupted_command_leaves_nothing_running_and_no_tar(
     assert any(line == "[build] hanging\n" for line in process.stdout)
     running = wait_until(lambda: processes(str(machine.record)), 60, "the step's own process")
     process.send_signal(number)
-    assert process.wait(timeout=60) == status
+    assert process.wait(timeout=limit(60)) == status
     process.stdout.close()
     wait_until(lambda: not any(alive(pid) for pid in running), 60, "the end of the step")
     assert not list(machine.root.glob("*.tar*"))

@@ -267,7 +267,7 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: Triton) -> None:
         reply = client.post(url, json={"inputs": [query, length]})
         assert reply.status_code == 200, reply.text
 
-    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=120, trust_env=False) as client:
+    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=limit(120), trust_env=False) as client:
         long = pool.submit(ask, "word " * 200_000)
         answered = 0
         while not long.done():

@@ -17,7 +17,7 @@ import pytest
 from cog_triton.generation import Chunk
 from tests.framework_model import AFTER, BEFORE, BEGINNING, END, RESULTS, WEATHER, FrameworkModel
 from tests.scripted_model import serving
-from tests.support import ROOT
+from tests.support import ROOT, limit
 from tests.unit.api.openai.support import Backend
 
 pytestmark = pytest.mark.rare
@@ -201,7 +201,7 @@ def test_cancelling_ends_the_answer(program: Program, api: str, model: Framework
     """While the program goes on."""
     outcome = program.go(f"{api}-cancelled")
     assert outcome.get("pieces", [])[:3] == ["1 ", "2 ", "3 "], outcome
-    assert model.left.wait(60)
+    assert model.left.wait(limit(60))
 
 
 @each(*FOR_AGENTS)

@@ -27,6 +27,7 @@ from tests.support import (
     chunks,
     free_port,
     http_server,
+    limit,
     wait_until,
 )
 
@@ -55,7 +56,7 @@ class Server(CogServer):
         super().__init__(given, directory / "log")
         self.command = [sys.executable, "-m", module, "--host", "127.0.0.1"]
         self.directory = directory
-        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=30)
+        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=limit(30))
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
@@ -68,7 +69,7 @@ class Server(CogServer):
         return self.client.post("/predictions", json={"input": inputs})
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=limit(30))
 
     def free_slots(self) -> bool:
         """Whether all slots are free: that many predictions at once have one."""
@@ -183,7 +184,7 @@ def test_each_pipelined_request_is_checked_and_answered_in_order(server: Server)
 
 
 def test_a_connection_is_kept_alive(server: Server) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=limit(30))
     connection.connect()
     first = connection.sock
     for accept in (JSON, EVENTS) * 3:
@@ -366,7 +367,7 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
         events = list(running)
         assert len(chunks(iter(events))) == 50
         assert events[-1][1]["status"] == "succeeded"
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=limit(60)) == 0
         assert idle.recv(1) == b""
 
 
@@ -386,7 +387,7 @@ def test_sigterm_does_not_swallow_a_webhook(tmp_path: Path) -> None:
         body["webhook_events_filter"] = ["completed"]
         server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=limit(30)) == 0
     assert came == ["succeeded"] * 3
 
 
@@ -407,7 +408,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         assert (kind, end["error"][:5]) == ("error", "E2105")
         reply = waiting.result()
         assert (reply.status_code, reply.json()["detail"][:5]) == (503, "E2105")
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=limit(60)) == 0
     assert (
         "2 predictions did not finish within 0.5 s (DRAIN_SECONDS): stopping now"
         in server.log.read_text()

@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import OpenAIServer
-from tests.support import CogServer, free_port
+from tests.support import CogServer, free_port, limit
 
 BODY_BYTES = 100_000
 PORTS = ("front", "beside", "workers", "metrics")
@@ -37,7 +37,7 @@ class Port:
         return sum(process.memory_info().rss for process in family)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.number), timeout=60)
+        return socket.create_connection(("127.0.0.1", self.number), timeout=limit(60))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.integration.test_dynamo import Failed, streamed, texts
-from tests.support import START_TIMEOUT, wait_until
+from tests.support import START_TIMEOUT, limit, wait_until
 
 pytestmark = pytest.mark.rare
 if os.geteuid() or not shutil.which("ip"):
@@ -143,7 +143,7 @@ class Machines:
             process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(30)
+                process.wait(limit(30))
             except subprocess.TimeoutExpired:
                 process.kill()
         for command in (f"link delete {self.link}", f"netns delete {self.namespace}"):

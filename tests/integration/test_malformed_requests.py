@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.conftest import Triton
 from tests.integration.test_ensemble import BLS, infer
+from tests.support import limit
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def tensor(name: str, value: Any) -> dict[str, Any]:
 
 def post(triton: Triton, path: str, body: dict[str, Any]) -> httpx.Response:
     url = f"http://{triton.endpoints.http}/v2/models/{path}"
-    return httpx.post(url, content=json.dumps(body), timeout=60, trust_env=False)
+    return httpx.post(url, content=json.dumps(body), timeout=limit(60), trust_env=False)
 
 
 def check_refusal(reply: httpx.Response, text: str) -> None:

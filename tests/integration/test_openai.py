@@ -13,7 +13,7 @@ import pytest
 from cog_triton.text.tokenizer import Tokenizer
 from tests.late import openai, torch, transformers
 from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
-from tests.support import alive, children, command
+from tests.support import alive, children, command, limit
 
 PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": QUESTION, "temperature": 0}
@@ -227,7 +227,7 @@ def test_what_does_not_end_in_time_is_told_to_try_again(demo_model: Path, tmp_pa
             *_, last, done = events
         assert (last["error"]["code"], done) == ("E2105", "[DONE]")
         assert "send the request again" in last["error"]["message"]
-        assert server.process.wait(timeout=60) == 130
+        assert server.process.wait(timeout=limit(60)) == 130
         assert not [pid for pid in triton if alive(pid)]
 
 

@@ -23,7 +23,16 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, attached, make_server, running, settings_for
 from tests.openai_server import ANSWER, OpenAIServer, contents
-from tests.support import alive, children, command, free_port, metrics, started_by, wait_until
+from tests.support import (
+    alive,
+    children,
+    command,
+    free_port,
+    limit,
+    metrics,
+    started_by,
+    wait_until,
+)
 
 CHAT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
@@ -230,7 +239,7 @@ def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) ->
             streams += [
                 pool.submit(stream_of, several, *one) for one in zip(seeds, begun, strict=True)
             ]
-            assert all(event.wait(60) for event in begun)
+            assert all(event.wait(limit(60)) for event in begun)
             os.kill(standing, signal.SIGCONT)
         os.kill(killed, signal.SIGKILL)
         assert [stream.result() for stream in streams] == [*whole[:3], None, None, None]
@@ -274,5 +283,5 @@ def test_several_processes_end_in_order(several: OpenAIServer) -> None:
         several.process.send_signal(signal.SIGTERM)
         *_, last, done = events
     assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-    assert several.process.wait(timeout=60) == 0
+    assert several.process.wait(timeout=limit(60)) == 0
     assert not [pid for pid in below if alive(pid)]

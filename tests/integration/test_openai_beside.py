@@ -10,7 +10,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from tests.openai_server import streamed_chat
-from tests.support import CogServer, alive, children, free_port, wait_until
+from tests.support import CogServer, alive, children, free_port, limit, wait_until
 
 
 def server_with(model: Path, directory: Path, **environment: str) -> CogServer:
@@ -46,7 +46,7 @@ def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: P
             ends = [[*events][-2:] for events in streams]
         for last, done in ends:
             assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-        assert server.process.wait(60) == 0
+        assert server.process.wait(limit(60)) == 0
         wait_until(lambda: not any(map(alive, family)), 60, "the end of all processes")
 
 
@@ -54,5 +54,5 @@ def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with server_with(demo_model, tmp_path, OPENAI_PORT=str(port)) as server:
-            assert server.process.wait(60) != 0
+            assert server.process.wait(limit(60)) != 0
     assert f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use" in server.log.read_text()

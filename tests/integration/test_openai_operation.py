@@ -13,7 +13,15 @@ import pytest
 
 from tests.integration.test_proxy import nginx
 from tests.openai_server import QUESTION, OpenAIServer, chat_body
-from tests.support import QuietHandler, children, http_server, metrics, started_by, wait_until
+from tests.support import (
+    QuietHandler,
+    children,
+    http_server,
+    limit,
+    metrics,
+    started_by,
+    wait_until,
+)
 
 CHAT = "/v1/chat/completions"
 KEYS = """\
@@ -136,7 +144,7 @@ def test_a_light_key_overtakes_a_hog(keyed: OpenAIServer) -> None:
 
     async def test() -> None:
         long = chat_body(max_tokens=2000, ignore_eos=True, stream=True)
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=limit(60)) as client:
             async with contextlib.AsyncExitStack() as both_slots:
                 for _ in range(2):
                     stream = client.stream("POST", keyed.url + CHAT, json=long, **bearer("sk-hog"))  # type: ignore[arg-type]
@@ -201,7 +209,7 @@ def test_running_requests_end_before_the_server_does(
     keyed: OpenAIServer, ended: httpx.Response
 ) -> None:
     assert ended.json()["choices"][0]["finish_reason"] == "length"
-    assert keyed.process.wait(timeout=60) == 0
+    assert keyed.process.wait(timeout=limit(60)) == 0
     assert "Traceback" not in keyed.log.read_text()
 
 
@@ -210,7 +218,7 @@ def test_a_collector_gets_a_span_of_each_request(
 ) -> None:
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    assert keyed.process.wait(timeout=60) == 0  # which sends what is left
+    assert keyed.process.wait(timeout=limit(60)) == 0  # which sends what is left
     ours = [body for body in spans[1] if not body.startswith(b"{")]  # Triton's are JSON
     messages = map(trace_service.ExportTraceServiceRequest.FromString, ours)
     ((span, resource),) = (

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.conftest import Triton, attached
 from tests.late import openai
 from tests.openai_server import ANSWER, QUESTION, OpenAIServer
-from tests.support import started_by, wait_until
+from tests.support import limit, started_by, wait_until
 
 KEYS = ("sk-first", "sk-second")
 BODY: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0}
@@ -48,7 +48,7 @@ def clients(server: OpenAIServer) -> Iterator[list[Any]]:
             api_key=key,
             max_retries=0,
             http_client=openai.DefaultHttpxClient(
-                trust_env=False, headers={"Connection": "close"}, timeout=60
+                trust_env=False, headers={"Connection": "close"}, timeout=limit(60)
             ),
         )
         for key in KEYS

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.browser import chromium
-from tests.support import CogServer, QuietHandler, free_port, http_server, wait_until
+from tests.support import CogServer, QuietHandler, free_port, http_server, limit, wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -145,7 +145,9 @@ def page(browser: Browser) -> Iterator[Page]:
 
 def running_prediction(ports: Ports) -> dict[str, Any]:
     body = {"input": {**INPUT, "max_tokens": 500_000, "ignore_eos": True}}
-    reply = httpx.post(f"{ports.cog.url}/v1/predictions", json=body, trust_env=False, timeout=60)
+    reply = httpx.post(
+        f"{ports.cog.url}/v1/predictions", json=body, trust_env=False, timeout=limit(60)
+    )
     assert reply.status_code == 201, reply.text
     prediction: dict[str, Any] = reply.json()
     wait_until(lambda: prediction["id"] in ports.cog.log.read_text(), 60, "the line of its start")
@@ -192,7 +194,7 @@ def test_a_foreign_page_starts_cancels_and_ends_nothing(
     # Nor was the one that runs cancelled, or the server ended.
     urls = prediction["urls"]
     assert httpx.get(urls["get"], trust_env=False).json()["status"] == "processing"
-    ended = httpx.post(urls["cancel"], trust_env=False, timeout=60).json()
+    ended = httpx.post(urls["cancel"], trust_env=False, timeout=limit(60)).json()
     assert ended["status"] == "canceled"
     files = httpx.get(f"{ports.openai_url}/v1/files", trust_env=False).json()
     assert files["data"] == []

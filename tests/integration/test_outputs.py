@@ -23,6 +23,7 @@ from cog_triton.deployment.template_variables import Values
 from cog_triton.protocol.names import OUTPUTS
 from tests.integration.conftest import Triton, make_server, running, settings_for
 from tests.stand_in.servers import environment
+from tests.support import limit
 
 Array = npt.NDArray[Any]
 
@@ -60,7 +61,7 @@ def check(stub: Any, streams: bool, model: str, inputs: dict[str, Array], names:
     given = {**inputs, **({flag: np.array([[True]])} if streams else {})}
     found = Counter[str]()
     request = infer_request(model, "", given, names)
-    for message in stub.ModelStreamInfer(iter([request]), timeout=30):
+    for message in stub.ModelStreamInfer(iter([request]), timeout=limit(30)):
         assert not message.error_message, message.error_message
         response = message.infer_response
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):

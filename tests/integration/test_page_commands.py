@@ -20,7 +20,7 @@ import pytest
 from cog_triton.settings import read_settings
 from cog_triton.weights.gguf import converted
 from tests.pages import PAGES, Block, blocks, pages_of
-from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+from tests.support import ROOT, START_TIMEOUT, free_port, limit, wait_until
 from tools import smollm2
 
 pytestmark = pytest.mark.rare
@@ -124,7 +124,7 @@ class Terminal:
         if self._server is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 os.killpg(self._server.pid, signal.SIGINT)
-            self._server.wait(timeout=60)
+            self._server.wait(timeout=limit(60))
             self._server = None
 
     def _is_ready(self) -> bool:

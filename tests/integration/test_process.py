@@ -27,6 +27,7 @@ from tests.support import (
     alive,
     children,
     left_of,
+    limit,
     processes,
     run_until_killed,
     wait_until,
@@ -43,12 +44,12 @@ def regions(server: Triton) -> list[Path]:
 
 def stream(server: Triton, tokens: int) -> Any:
     url = f"http://{server.endpoints.http}/v2/models/ensemble/generate_stream"
-    return httpx.stream("POST", url, json={**STREAM, "max_tokens": tokens}, timeout=30)
+    return httpx.stream("POST", url, json={**STREAM, "max_tokens": tokens}, timeout=limit(30))
 
 
 def status(server: Triton, method: str, path: str, body: object = None) -> int:
     url = f"http://{server.endpoints.http}/v2/{path}"
-    return httpx.request(method, url, json=body, timeout=60, trust_env=False).status_code
+    return httpx.request(method, url, json=body, timeout=limit(60), trust_env=False).status_code
 
 
 def command_line(pid: int) -> str:

@@ -17,14 +17,7 @@ import pytest
 from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.settings import read_settings
 from tests.integration.conftest import PACE_MS
-from tests.support import (
-    ROOT,
-    CogServer,
-    QuietHandler,
-    free_port,
-    http_server,
-    wait_until,
-)
+from tests.support import ROOT, CogServer, QuietHandler, free_port, http_server, limit, wait_until
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 PLAIN = (ROOT / "tests" / "fakes" / "nginx.conf").read_text()
@@ -83,11 +76,13 @@ def nginx(config: str, directory: Path, changes: dict[str, str]) -> Iterator[htt
     server = subprocess.Popen([NGINX, "-c", str(directory / "nginx.conf"), "-p", str(directory)])
     try:
         wait_until((directory / "pid").exists, 60, "the start of nginx")
-        with httpx.Client(base_url=url, verify=trusted, trust_env=False, timeout=30) as client:
+        with httpx.Client(
+            base_url=url, verify=trusted, trust_env=False, timeout=limit(30)
+        ) as client:
             yield client
     finally:
         server.terminate()
-        assert server.wait(10) == 0
+        assert server.wait(limit(10)) == 0
 
 
 def raw(proxy: httpx.Client, method: str, path: str) -> int:
@@ -95,7 +90,7 @@ def raw(proxy: httpx.Client, method: str, path: str) -> int:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     connection = http.client.HTTPSConnection(
-        "localhost", proxy.base_url.port, timeout=30, context=context
+        "localhost", proxy.base_url.port, timeout=limit(30), context=context
     )
     with contextlib.closing(connection):
         headers = {"Authorization": "Basic dXNlcjpzZWNyZXQ=", "Content-Type": "application/json"}
@@ -174,7 +169,7 @@ def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
 
     def body(size: int) -> Iterator[bytes]:
         yield bytes(1 << 20)
-        assert began.wait(60), "the proxy waits for the whole file"
+        assert began.wait(limit(60)), "the proxy waits for the whole file"
         for start in range(1 << 20, size, 1 << 20):
             yield bytes(min(size - start, 1 << 20))
 

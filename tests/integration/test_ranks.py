@@ -31,6 +31,7 @@ from tests.support import (
     children,
     free_port,
     left_of,
+    limit,
     processes,
     run_until_killed,
     wait_until,
@@ -254,7 +255,7 @@ def test_a_single_rank(launch: Callable[..., Launched], repository: Path, tmp_pa
     assert "loading on rank 0" in (tmp_path / "triton.txt").read_text()
 
     refused = launch(f"--http_port={port}")
-    assert refused.process.wait(60) == 2
+    assert refused.process.wait(limit(60)) == 2
     assert f"TRITON_HTTP_PORT={port}: cannot listen" in refused.log.read_text()
     (running,) = named(str(repository), "tritonserver")
     assert (
@@ -268,7 +269,7 @@ def test_a_single_rank(launch: Callable[..., Launched], repository: Path, tmp_pa
     assert beside.stop(signal.SIGINT) == 0
 
     os.kill(running, signal.SIGABRT)
-    assert first.process.wait(60) == 128 + signal.SIGABRT
+    assert first.process.wait(limit(60)) == 128 + signal.SIGABRT
     assert "tritonserver died, by signal 6 (SIGABRT)" in first.log.read_text()
 
 
@@ -277,7 +278,7 @@ def test_a_single_rank(launch: Callable[..., Launched], repository: Path, tmp_pa
 def test_two_ranks_in_front_stop_in_order(launch: Callable[..., Launched], tmp_path: Path) -> None:
     port = free_port()
     options = [f"--http_port={port}", "--world_size=2", "--multi-model"]
-    assert launch(*options).process.wait(60) == 2
+    assert launch(*options).process.wait(limit(60)) == 2
     launched = launch(*options, "--disable-spawn-processes")
     launched.wait_for_line()
     (first, _) = named(str(tmp_path / "repository"), "tritonserver")
@@ -286,7 +287,7 @@ def test_two_ranks_in_front_stop_in_order(launch: Callable[..., Launched], tmp_p
         next(events)
         launched.process.send_signal(signal.SIGTERM)
         assert len(list(events)) == 49
-    assert launched.process.wait(60) == 0
+    assert launched.process.wait(limit(60)) == 0
     assert "rank 1: " in launched.log.read_text()
     assert "died" not in launched.log.read_text()
 
@@ -296,7 +297,7 @@ def events_of(port: int, tokens: int = 50) -> Iterator[Iterator[str]]:
     """The events of a request."""
     body = {"text_input": "Hello", "max_tokens": tokens, "stream": True}
     url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
-    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as reply:
+    with httpx.stream("POST", url, json=body, timeout=limit(60), trust_env=False) as reply:
         yield (line for line in reply.iter_lines() if line.startswith("data:"))
 
 
@@ -329,7 +330,7 @@ def test_a_model_of_the_cpp_backend_stays_in_the_mpi_job(
     triton = wait_until(lambda: named(str(repository), "tritonserver"), SECONDS, "the start")[0]
     assert "OMPI_COMM_WORLD_RANK" in psutil.Process(triton).environ()
     (repository / "loaded1").touch()
-    assert launched.process.wait(60) == 1
+    assert launched.process.wait(limit(60)) == 1
 
 
 # Slurm

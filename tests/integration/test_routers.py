@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import OpenAIServer
-from tests.support import ROOT, START_TIMEOUT, wait_until
+from tests.support import ROOT, START_TIMEOUT, limit, wait_until
 
 pytestmark = pytest.mark.rare
 
@@ -67,7 +67,7 @@ class Router(OpenAIServer):
             running = []
             for number in range(STREAMS):
                 running.append(pool.submit(self.ending, number, begun := Event()))
-                assert begun.wait(60)
+                assert begun.wait(limit(60))
             yield running
             assert {self.ending(number, Event(), 4) for number in range(90, 98)} == {"whole"}
 
@@ -89,7 +89,7 @@ def test_servers_behind_smg(demo_model: Path, tmp_path: Path) -> None:
             assert 0 < one.engine["active"] < STREAMS
             one.process.terminate()
         assert {stream.result() for stream in running} == {"whole"}
-        assert one.process.wait(60) == 0
+        assert one.process.wait(limit(60)) == 0
         with one:
             wait_until(lambda: router.healthy_servers() == 2, 60, "the return of a server")
             with router.streams() as running:

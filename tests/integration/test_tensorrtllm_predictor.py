@@ -225,7 +225,7 @@ def test_refusals_have_their_codes(
 
 def post(address: str, model: str, **body: Any) -> Any:
     url = f"http://{address}/v2/models/{model}/generate"
-    reply = httpx.post(url, json=body, timeout=60, trust_env=False)
+    reply = httpx.post(url, json=body, timeout=limit(60), trust_env=False)
     assert reply.is_success, reply.text
     return reply.json()
 
