@@ -166,6 +166,7 @@ class Adapters:
         return future.result()
 
     def _load(self, task_id: int, version: AdapterVersion) -> LoadedAdapter:
+        """Read an adapter and keep it, or raise EngineError with the reason."""
         name = version.path.name
         try:
             changes = read_changes(self._model, self._config, version.path)

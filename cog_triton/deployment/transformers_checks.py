@@ -152,6 +152,7 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _method_problem(directory: Path, quantization: Mapping[str, Any]) -> str | None:
+    """Return a problem if transformers does not know the method of a quantization."""
     method = quantization.get("quant_method")
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         method = "bitsandbytes"

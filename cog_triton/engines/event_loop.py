@@ -178,6 +178,7 @@ class EventLoopEngine(Engine):
             self._end_failed(running, error)
 
     def _end_failed(self, running: _Running, error: Exception) -> None:
+        """End a request with what its generator raised, or the engine if the library has died."""
         try:
             if self.ends_engine(error):
                 self.die(str(error) or repr(error))

@@ -87,6 +87,7 @@ class KvEvents:
             parent = block_hash
 
     def _publish(self) -> None:
+        """Send the changes; or the whole cache, if a subscriber has come since the last message."""
         while self._socket.poll(0):
             message = self._socket.recv()
             if message.startswith(_SUBSCRIPTION):

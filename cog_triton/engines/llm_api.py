@@ -76,6 +76,7 @@ class TensorrtLlmEngine(library.LibraryEngine):
             )
 
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+        """Yield the steps of a request; drop it in the library when this is closed early."""
         output = self._llm.generate_async(
             request.input_ids, sampling, lora_request=adapter, streaming=True
         )

@@ -138,6 +138,7 @@ class TransformersEngine(Engine):
             raise base.stopped(status.fatal_error)
 
     def _prepare(self, row: Row) -> None:
+        """Get a request its guide and adapter, and have transformers begin it; any failure is its error."""
         request = row.request
         try:
             if request.guide is not None and self._guides is not None:

@@ -67,6 +67,7 @@ class SequenceRope:
         return not self._dynamic and any(before <= trained < after for trained in self._trained)
 
     def _patch(self, module: nn.Module) -> None:
+        """Replace the forward pass of a rotary embedding whose frequencies depend on a length."""
         rope_types = getattr(module, "rope_type", None)
         config = getattr(module, "config", None)
         if config is None or rope_types is None:
@@ -105,6 +106,7 @@ class SequenceRope:
         position_ids: Tensor,
         options: dict[str, str],
     ) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, each token's with the frequencies of its sequence's length."""
         groups = self._groups(kind, position_ids.shape[-1])
         cosines = []
         sines = []

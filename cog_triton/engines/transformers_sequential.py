@@ -108,6 +108,7 @@ class SequentialEngine(Engine):
 
     @torch.inference_mode()
     def _generate(self, row: Row) -> None:
+        """Run one request by ``generate()``, whose criteria deliver each token."""
         request = row.request
         if request.guide is not None and self._guides is not None:
             row.guided = self._guides.begin(request, row.tokens)

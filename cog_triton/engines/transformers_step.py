@@ -91,6 +91,7 @@ class History:
         return both if both.any() else by_guide
 
     def _penalize(self, logits: Tensor, tokens: list[int]) -> Tensor:
+        """Return the logits with the penalties for the tokens so far, which are counted first."""
         sampling = self._request.sampling
         ids = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=logits.device)
         self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
@@ -250,6 +251,7 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
             self._masks = self._guides.submit_masks(guided)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a step; with the real tokens, and with all logits if a prompt needs them."""
         for place, token in self._marked:
             kwargs["input_ids"][0, place] = token
         # For a prompt the logits of all tokens are needed, not only those of the next ones.

@@ -103,6 +103,7 @@ class VllmEngine(library.LibraryEngine):
     # The rest runs on the loop.
 
     async def _load(self, arguments: Arguments) -> None:
+        """Start vLLM with its processes, and watch these for their end."""
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 

@@ -81,6 +81,7 @@ class TritonPythonModel:
         stub.forget_requests()
 
     def _serve(self, request: Any) -> None:
+        """Answer one request, on its thread; whatever fails is its error."""
         client = Client(request)
         try:
             received = stub.received(request)

@@ -41,6 +41,7 @@ class TritonPythonModel:
         stub.forget_requests()
 
     async def _serve(self, request: Any) -> None:
+        """Pass a request on to the engine, and its responses back with their contexts."""
         client = Client(request)
         try:
             received = stub.received(request)

@@ -79,6 +79,7 @@ class Peers:
 
 
 def _stop_in(model: Any, request_id: str) -> None:
+    """Stop a request in a model's engine, if that is loaded."""
     # Looked up each time: a thread that held it would keep requests beyond ``finalize``. It does not exist
     # while the engine loads, nor after ``finalize``.
     serving: Serving | None = getattr(model, "_serving", None)

@@ -103,6 +103,7 @@ class Preprocessor:
         return self._vocab_size or vocabulary_size(self._directory) or len(self._tokenizer)
 
     def _prompts(self, queries: Array, parameters: Parameters, adds: bool) -> list[list[int]]:
+        """Return the ids of each prompt: of its text, or those that the request has instead."""
         prompt_ids = ids_parameter(parameters, PROMPT_IDS)
         if not prompt_ids:
             return [self._ids(text, adds) for text in self._texts(queries)]
@@ -367,6 +368,7 @@ class SlowRequests:
         self._thread.shutdown()
 
     def _answer(self, slow: _SlowRequest) -> None:
+        """Answer one request, on the thread, unless its client has left."""
         client = slow.client
         try:
             response = None

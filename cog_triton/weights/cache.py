@@ -327,6 +327,7 @@ def _publish(current: _Current, entry: Path, source: _Source) -> Fetched:
 
 
 def _check_checksum(file: Path, source: _Source) -> None:
+    """Raise ConfigurationError unless a file has the expected checksum."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         for block in iter(partial(opened.read, _MEGABYTE), b""):

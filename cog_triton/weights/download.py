@@ -200,6 +200,7 @@ class Download:
         self._size = 0
 
     def _receive(self, response: httpx.Response) -> None:
+        """Append a response's bytes to the file; raise an error if some are missing."""
         progress = tqdm(
             desc=f"Downloading {unquote(PurePosixPath(self._shown).name)}",
             initial=self._size,

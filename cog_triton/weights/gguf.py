@@ -133,6 +133,7 @@ def converted(file: Path, cache: Path, dtype: str = "auto") -> Path:
 
 
 def _convert_in_process(file: Path, directory: Path, dtype: str) -> None:
+    """Convert a GGUF file in another process, or raise ConfigurationError with its reason."""
     missing = [name for name in ("torch", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
