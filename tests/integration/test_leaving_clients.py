@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import string
 
 import pytest
 
@@ -20,9 +22,13 @@ from tests.support import metrics, started_by, wait_until
 STREAMS, LEAVERS = 6, 5
 TOKENS = 150
 STOPS = 12  # of each leaver that fail or find no request
-# Each takes some ten milliseconds of the thread for long prompts, one after another.
-LONG_PROMPT = "a long prompt of few words " * 2000
 LONG_PROMPTS = 60
+
+
+def long_prompt(seed: int) -> str:
+    """A prompt that takes a tokenizer a tenth of a second: it knows none of the words."""
+    draw = random.Random(seed)
+    return " ".join("".join(draw.choices(string.ascii_lowercase, k=9)) for _ in range(5_000))
 
 
 def endless(prompt: str) -> Request:
@@ -101,10 +107,10 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_tokenized(
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(client.aclose)
             resuming = ResumingClient(SameServer(client), attempts=0, end_tokens=EndTokens())
-            stayed = asyncio.create_task(ids_of(resuming, endless(LONG_PROMPT), []))
+            stayed = asyncio.create_task(ids_of(resuming, endless(long_prompt(0)), []))
             leaving = [
-                asyncio.create_task(ids_of(resuming, endless(LONG_PROMPT), []))
-                for _ in range(LONG_PROMPTS)
+                asyncio.create_task(ids_of(resuming, endless(long_prompt(seed)), []))
+                for seed in range(1, LONG_PROMPTS)
             ]
             await asyncio.sleep(0.1)  # they are sent, at least in part
             for task in leaving:
