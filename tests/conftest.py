@@ -4,10 +4,13 @@ import reprlib
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cog_triton.deployment import deployment, transformers_checks
+from cog_triton.models import stub
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import regions_left, wait_until
 from tools.demo_model import DIRECTORY
@@ -31,6 +34,15 @@ with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no 
 
 # Of sentencepiece, whose authors are not we.
 SWIG_WARNING = r"builtin type (SwigPyPacked|SwigPyObject|swigvarlink) has no __module__ attribute"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def transformers_with_models() -> Iterator[None]:
+    """Let nothing take PyTorch for missing in this process: for transformers, that is for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (deployment, transformers_checks, stub):
+            patch.setattr(module, "without_torch", lambda: None)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:
