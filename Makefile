@@ -11,6 +11,9 @@ CHAOS ?=
 KILLS ?=
 SERVER ?= all
 
+# Some images set it, and then each process compiles PyTorch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEVELOPED := .venv/.developed

@@ -63,7 +63,8 @@ def test_streams_go_on_when_others_leave_a_queue_that_stands_still(
                 asyncio.create_task(ids_of(resuming, endless(f"leaver {i}"), []))
                 for i in range(LEAVERS)
             ]
-            await asyncio.sleep(0.1)  # they are sent, at least in part
+            while len(client._silence.running) < STREAMS + LEAVERS:
+                await asyncio.sleep(0.01)
             for task in leaving:
                 task.cancel()
             # Triton itself ends what has waited for an engine's stub for a second.
@@ -112,7 +113,9 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_tokenized(
                 asyncio.create_task(ids_of(resuming, endless(long_prompt(seed)), []))
                 for seed in range(1, LONG_PROMPTS)
             ]
-            await asyncio.sleep(0.1)  # they are sent, at least in part
+            # Their stops follow their prompts on the same stream.
+            while len(client._silence.running) < LONG_PROMPTS:
+                await asyncio.sleep(0.01)
             for task in leaving:
                 task.cancel()
             assert len(await stayed) == TOKENS
