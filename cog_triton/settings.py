@@ -41,7 +41,10 @@ class Settings(BaseModel):
     config_file: Path = Field(
         Path("config.yaml"),
         alias="COG_TRITON_CONFIG",
-        description="YAML file that overrides template variables. The default file is optional.",
+        description=(
+            "YAML file that sets template variables. If this is unset, config.yaml is read if "
+            "it exists."
+        ),
     )
     model: str = Field(
         str(Path(__file__).with_name("demo")),
@@ -89,8 +92,9 @@ class Settings(BaseModel):
         description=(
             "The engine: tensorrtllm (a compiled engine on TensorRT-LLM's C++ backend), "
             "llmapi (a checkpoint on TensorRT-LLM's LLM API), vllm, transformers or "
-            "simulated. auto picks the first of tensorrtllm, llmapi, vllm and transformers "
-            "that this machine can run, and vllm only if there is an NVIDIA GPU."
+            "simulated. auto picks tensorrtllm if ENGINE_DIR has an engine and the backend is "
+            "installed; otherwise llmapi or vllm, if it is installed and there is an NVIDIA GPU; "
+            "otherwise transformers."
         ),
     )
     engine_dir: Path | None = Field(
@@ -166,7 +170,8 @@ class Settings(BaseModel):
         0.0,
         ge=0,
         description=(
-            "Simulated engine: milliseconds from the end of a request's prefill to its first token."
+            "Simulated engine: additional milliseconds between a request's prefill and its first "
+            "token."
         ),
     )
     simulated_prefill_tokens_per_s: float = Field(
@@ -259,8 +264,9 @@ class Settings(BaseModel):
         alias="TRITON_CLOSED_APIS",
         pattern=f"^none$|{_LIST.format(_TRITON_APIS)}",
         description=(
-            "Comma-separated parts of Triton's API to disable, or none: shared-memory, trace, "
-            "logging, model-repository, model-config, statistics, metadata."
+            "Comma-separated parts of Triton's API to disable: shared-memory, trace, logging, "
+            "model-repository, model-config, statistics, metadata. The value none disables "
+            "nothing."
         ),
     )
     passed_secrets: str = Field(
@@ -280,8 +286,9 @@ class Settings(BaseModel):
         alias="TRITON_START_TIMEOUT",
         gt=0,
         description=(
-            "Seconds within which every model must be ready. A restart gets ten times the "
-            "longest start so far, but at least 60 seconds and at most this limit."
+            "Maximum number of seconds until all models are ready at the first start. A restart "
+            "may take ten times as long as the longest start so far, but at least 60 seconds "
+            "and at most this limit."
         ),
     )
     stop_timeout: float = Field(
@@ -331,10 +338,10 @@ class Settings(BaseModel):
         3,
         ge=0,
         description=(
-            "Maximum number of times that a request is resumed, after the tokens already "
-            "streamed, when its stream breaks or a response is lost. 0 fails it at once with "
-            "E2103, E2104 or E2105. Retries caused by another request or by the connection do "
-            "not count."
+            "Maximum number of times that a request is resumed when its stream breaks or a "
+            "response is lost. It continues after the tokens already streamed. With 0, it fails "
+            "at once with E2103, E2104 or E2105. Retries caused by another request or by the "
+            "connection do not count."
         ),
     )
     resume_timeout: float = Field(
@@ -353,8 +360,8 @@ class Settings(BaseModel):
         256,
         ge=0,
         description=(
-            "Maximum number of requests in the queue; further requests fail with E2106 and "
-            "the time after which to retry. An API key that uses less than its equal share of "
+            "Maximum number of requests in the queue; further requests fail with E2106, which "
+            "says when to retry. An API key that uses less than its equal share of "
             "the queue may exceed this limit, so that no key can fill the queue for the "
             "others."
         ),

@@ -69,8 +69,8 @@ OTHERS = (
     ),
     (
         "a free port of 127.0.0.1",
-        "Cog's server, behind the front",
-        "only the front",
+        "Cog's server itself, to which `PORT` of `make serve` passes requests on",
+        "only the process that serves that `PORT`",
         "",
         "",
         "blocked",
