@@ -6,12 +6,12 @@ COMMANDS = (
     Command(
         name="run",
         module="tools.accuracy.run_command",
-        summary="Complete prompts on an engine or a checkpoint",
+        summary="Complete prompts with an engine or a checkpoint",
     ),
     Command(
         name="client",
         module="tools.token_clients.client",
-        summary="Complete a text on a running Triton",
+        summary="Complete a text with a running Triton",
     ),
     Command(
         name="identity-test",

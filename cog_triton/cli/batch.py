@@ -46,8 +46,9 @@ The file formats are those of OpenAI's Batch API and vLLM's run-batch.
     cog-triton batch requests.jsonl --output answers.jsonl --url http://localhost:3000
     cog-triton batch -i requests.jsonl -o answers.jsonl --model /path/to/model
 
-The answers, including errors, are in the order of the requests. After Ctrl-C, the server at --url
-continues the batch. The exit status is 1 if the server rejected the file or stopped the batch early.
+The answers, including errors, are in the order of the requests. If you press Ctrl-C, the command ends, and
+the server at --url continues the batch. The exit status is 1 if the server rejected the file or stopped
+the batch early.
 """
 
 

@@ -24,8 +24,8 @@ DESCRIPTION = """
     cog-triton doctor
     cog-triton doctor --model /path/to/model
 
-It starts, downloads and changes nothing. The exit status is 1 if a deployment with these settings cannot
-start.
+It does not start, download or change anything. The exit status is 1 if a server with these settings could
+not start.
 """
 GIB = 1 << 30
 SHARED_MEMORY_GIB = 1.0  # that the stubs of a busy server may take

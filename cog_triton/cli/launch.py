@@ -14,8 +14,8 @@ It has the command line of NVIDIA's launch_triton_server.py.
 
 It runs in the foreground and prints a line when every model is ready. When it gets SIGTERM or Ctrl-C, or is
 killed, everything that it started stops. It exits with tritonserver's exit status. Fill the repository's
-templates with fill-template first. The environment variables apply where no option is set: tritonserver
-binds to TRITON_HOST, which defaults to 127.0.0.1.
+templates with fill-template first. Where no option is set, environment variables apply: for example,
+tritonserver binds to TRITON_HOST, which defaults to 127.0.0.1.
 
 Differences from NVIDIA's script: a world size of 1 runs without mpirun, unless --multi-model needs it;
 --log writes the log of every rank; --force replaces ports that are in use with free ones; --oversubscribe

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--triton-model",
         default="ensemble",
-        help="model to use on a running Triton without ensemble_ids; default: %(default)s",
+        help="model to use if the running Triton has no model ensemble_ids; default: %(default)s",
     )
     parser.add_argument(
         "--tokenizer",

@@ -70,7 +70,7 @@ def add_served_model_names(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model in OpenAI's API, may be repeated; default: $SERVED_MODEL_NAME",
+        help="name of the model in OpenAI's API; may be repeated; default: $SERVED_MODEL_NAME",
     )
 
 

@@ -101,7 +101,7 @@ PACKAGE = (
     Command(
         name="doctor",
         module="cog_triton.cli.doctor",
-        summary="Check what this machine has for serving, and how to add what is missing",
+        summary="Report what this machine has for serving a model, and how to add what is missing",
     ),
     Command(
         name="completion",

@@ -31,9 +31,9 @@ DESCRIPTION = """
     cog-triton serve
     cog-triton serve --port 5001 --host 0.0.0.0 --model /path/to/model --verbose
 
-After SIGTERM or the first Ctrl-C, running predictions have DRAIN_SECONDS to finish; then everything that
-was started stops. A second signal stops at once. The command writes the schema that Cog's server reads to
-.cog in the current directory.
+After SIGTERM or the first Ctrl-C, running predictions have DRAIN_SECONDS to finish; then the server stops.
+A second signal stops it at once. The command creates a directory .cog in the current directory, with a
+schema that Cog's server needs.
 """
 
 

@@ -77,13 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         default=environment_default("DYN_TOOL_CALL_PARSER", "") or None,
         metavar="NAME",
-        help="Dynamo's parser of tool calls, such as hermes; default: $DYN_TOOL_CALL_PARSER",
+        help="Dynamo's parser for tool calls, such as hermes; default: $DYN_TOOL_CALL_PARSER",
     )
     parser.add_argument(
         "--reasoning-parser",
         default=environment_default("DYN_REASONING_PARSER", "") or None,
         metavar="NAME",
-        help="Dynamo's parser of reasoning, such as qwen3; default: $DYN_REASONING_PARSER",
+        help="Dynamo's parser for reasoning, such as qwen3; default: $DYN_REASONING_PARSER",
     )
     add_verbose(parser)
 

@@ -19,9 +19,9 @@ It has the flags of TensorRT-LLM's run.py.
     cog-triton run --engine_dir ./phi-engine --tokenizer_dir ./Phi-3-mini-4k-instruct \\
         --max_output_len 500 --input_text "How do I count to nine in French?"
 
-It starts Triton on free ports with the deployment's settings, prints the completions and stops Triton.
---engine_dir is the directory or tar file of a TensorRT-LLM engine or a checkpoint, or a Hugging Face id.
-It defaults to the settings ENGINE_DIR and MODEL.
+It starts Triton on free ports, with the settings in the environment, prints the completions, and stops
+Triton. --engine_dir is the directory or tar file of a TensorRT-LLM engine or a checkpoint, or a Hugging
+Face id. The default is the settings ENGINE_DIR and MODEL.
 """
 
 

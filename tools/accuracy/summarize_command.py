@@ -104,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dataset_dir",
         type=Path,
         metavar="FILE",
-        help="JSONL or Parquet file, or a directory of them; default: the task's data on the hub",
+        help="JSONL or Parquet file, or a directory of them; default: the task's data from Hugging Face",
     )
     parser.add_argument(
         "--max_ite",
@@ -118,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         default=923,
         metavar="N",
-        help="length in tokens to cut prompts to; default: %(default)s",
+        help="maximum length of a prompt in tokens; longer prompts are cut; default: %(default)s",
     )
     parser.add_argument(
         "--check_accuracy", action="store_true", help="exit with 1 if ROUGE-1 is too low"
