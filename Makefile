@@ -246,4 +246,4 @@ clean:
 
 # The list in CONTRIBUTING.md, without its prompts.
 help:
-	@sed -n '/^## The loop/,/^## Tests/s/^$$ make /make /p' CONTRIBUTING.md
+	@sed -n '/^## The commands/,/^## Tests/s/^$$ make /make /p' CONTRIBUTING.md
