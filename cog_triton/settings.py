@@ -408,7 +408,7 @@ class Settings(BaseModel):
         1,
         ge=1,
         description=(
-            "Number of processes that serve OpenAI's API. 1 means the predictor's process. "
+            "Number of processes that serve OpenAI's API. With 1, the main process serves it. "
             "Several processes share MAX_RUNNING and divide MAX_WAITING between them; a Cog "
             "predictor beside them has separate limits."
         ),
