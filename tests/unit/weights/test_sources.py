@@ -190,7 +190,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_a_hub_id(source: str, name: str, revision: str | None, hub: Mock, cache: Path) -> None:
     assert str(fetch(source, cache=cache, token="hf_secret")) == hub.return_value
     hub.assert_called_once_with(
-        name, revision=revision, token="hf_secret", ignore_patterns=[*UNUSED_FORMATS]
+        name,
+        revision=revision,
+        token="hf_secret",
+        allow_patterns=None,
+        ignore_patterns=[*UNUSED_FORMATS],
     )
     assert not cache.exists()
 
