@@ -332,8 +332,13 @@ def text_of(tensors: Inputs) -> str:
 
 def address_of(endpoint: str) -> str:
     """Return the host:port of a URL, or of itself."""
-    parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
-    if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
+    try:
+        parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
+        is_valid = bool(parts.hostname and parts.port) and parts.scheme in ("http", "grpc")
+    except ValueError:
+        # The port is not a number up to 65535, or the host is not an address.
+        is_valid = False
+    if not is_valid:
         raise ConfigurationError(
             f"--triton-endpoint {shown_url(endpoint)} is not valid: it must be a URL with Triton's gRPC "
             "port, such as http://localhost:8001"

@@ -62,7 +62,7 @@ def check_weight_files(directory: Path) -> set[str]:
                 names.update(opened.keys())
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigurationError(
-                f"{file} is damaged or incomplete: {_pointer_problem(file) or error}"
+                f"{file} is damaged or incomplete: {_safetensors_problem(file, error)}"
             ) from None
     for file in directory.glob("pytorch_model*.bin"):
         problem = _pickle_problem(file)
@@ -72,20 +72,35 @@ def check_weight_files(directory: Path) -> set[str]:
 
 
 def _pointer_problem(file: Path) -> str | None:
-    """Return what is wrong with a file that Git LFS has left in the place of the real one."""
+    """Return what is wrong with a file that Git LFS has left in the place of the real one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with file.open("rb") as opened:
         if opened.read(len(_POINTER)) != _POINTER:
             return None
     return "it is a Git LFS pointer, not the file itself; run `git lfs pull`"
 
 
+def _safetensors_problem(file: Path, error: Exception) -> str:
+    """Return what is wrong with a file that safetensors refuses with an error."""
+    try:
+        return _pointer_problem(file) or str(error)
+    except OSError as read_error:
+        return f"it cannot be read: {read_error.strerror}"
+
+
 def _pickle_problem(file: Path) -> str | None:
     """Return what is wrong with a file of torch.save(), by its ends: a zip file, or a pickle."""
-    with file.open("rb") as opened:
-        is_pickle = opened.read(1) == _PICKLE
-    if is_pickle or zipfile.is_zipfile(file):
-        return None
-    return _pointer_problem(file) or "it is truncated, or torch.save() did not write it"
+    try:
+        with file.open("rb") as opened:
+            is_pickle = opened.read(1) == _PICKLE
+        if is_pickle or zipfile.is_zipfile(file):
+            return None
+        return _pointer_problem(file) or "it is truncated, or torch.save() did not write it"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
 
 
 def refuse_adapter(directory: Path) -> None:

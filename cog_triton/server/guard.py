@@ -525,9 +525,15 @@ def hold(file: Path, content: str = "") -> int:
     # A name that nobody looks for until the file is locked.
     new = file.with_name(f".{file.name}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, os.fsencode(content))
-    new.rename(file)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, os.fsencode(content))
+        new.rename(file)
+    except BaseException:
+        # /dev/shm is full, say. Nothing would find the file under its first name.
+        new.unlink(missing_ok=True)
+        os.close(descriptor)
+        raise
     return descriptor
 
 

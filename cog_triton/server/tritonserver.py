@@ -168,19 +168,25 @@ class TritonServer:
         )
         # To be removed with the server; also by the next start, which reads it in the lock's file.
         removed = str(self.runtime) if self.temporary else ""
-        lock = guard.hold(guard.SHARED_MEMORY / f"{self.shm_prefix}{guard.LOCK}", removed)
+        lock_file = guard.SHARED_MEMORY / f"{self.shm_prefix}{guard.LOCK}"
+        lock = guard.hold(lock_file, removed)
         stop_timeout = self.settings.stop_timeout
-        process = subprocess.Popen(
-            guarded(self._role(), self.shm_prefix, stop_timeout, server, removed),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            # The stubs' module search path begins there.
-            cwd=PACKAGE_ROOT,
-            start_new_session=True,
-            pass_fds=[lock],
-        )
+        try:
+            process = subprocess.Popen(
+                guarded(self._role(), self.shm_prefix, stop_timeout, server, removed),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                # The stubs' module search path begins there.
+                cwd=PACKAGE_ROOT,
+                start_new_session=True,
+                pass_fds=[lock],
+            )
+        except BaseException:
+            lock_file.unlink(missing_ok=True)
+            os.close(lock)
+            raise
         self._process = process
         self._end_thread = _start_thread(self._clear_up, process, lock, removed)
         self._log_thread = _start_thread(self._forward_log, process)

@@ -102,3 +102,11 @@ def test_a_triton_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attached, "ASK_SECONDS", 0.01)
     with pytest.raises(ConfigurationError, match="whether it has a model m"):
         asyncio.run(_config([None] * 99, TRITON_START_TIMEOUT="0.05"))
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:abc", "http://localhost:99999", "http://[::1:8001"]
+)
+def test_an_address_with_a_wrong_port_or_host_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--triton-endpoint .* is not valid"):
+        attached.address_of(endpoint)

@@ -188,6 +188,17 @@ def test_files_of_weights_that_are_not_whole(
         check_files({"engine": "transformers", "model": str(tmp_path)})
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_link_to_weights_that_are_gone(name: str, tmp_path: Path) -> None:
+    """As in a cache of Hugging Face whose blobs were deleted."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).symlink_to(tmp_path / "blob")
+    with pytest.raises(
+        ConfigurationError, match=f"{name} is damaged or incomplete: .*No such file"
+    ):
+        check_files({"engine": "transformers", "model": str(tmp_path)})
+
+
 @pytest.mark.parametrize(
     ("generation", "said"),
     [

@@ -1,5 +1,6 @@
 """The guard, with real processes in the places of tritonserver, its stubs and its ranks."""
 
+import errno
 import os
 import shutil
 import signal
@@ -115,3 +116,19 @@ def test_a_guard_removes_the_environment_of_its_server(tmp_path: Path) -> None:
     with start(tmp_path, "server", "sh", "-c", "kill -9 $$") as process:
         assert process.wait(60) == 128 + signal.SIGKILL
     assert not environment.exists()
+
+
+def test_a_lock_that_cannot_be_written_leaves_no_file_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while /dev/shm is full, when a supervisor starts again and again."""
+
+    def write_to_full_disk(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", write_to_full_disk)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        guard.hold(tmp_path / "cog_triton_1_lock", "/tmp/runtime")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(tmp_path) == []

@@ -1,5 +1,6 @@
 """Where tritonserver is found, its environment and its ports; that it runs is in tests/integration."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.errors import ConfigurationError, TritonPortTaken
+from cog_triton.server import guard
 from cog_triton.server.command import Endpoints, choose_ports
 from cog_triton.server.installation import Installation, environment, locate
 from cog_triton.server.tritonserver import TritonServer
@@ -156,3 +158,19 @@ def test_a_log_that_cannot_be_shown_is_read_to_its_end(
         server._forward_log(process)
         assert process.returncode == 0
     assert "the rest of the log of tritonserver is not shown" in caplog.text
+
+
+def test_a_guard_that_cannot_be_started_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(guard, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    server = TritonServer(tmp_path, tmp_path, read_settings({}))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        server._spawn(Path("tritonserver"), Path("backends"), {})
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(tmp_path) == []
