@@ -76,7 +76,8 @@ def run(options: Options) -> int:
         check_device()
         problem = why_not_free(options.host, port)
     except ConfigurationError as error:
-        settings, problem = read_settings({}), str(error)
+        settings = read_settings({})
+        problem = str(error)
     # Text to a person, JSON to a machine.
     by_itself = "text" if sys.stderr.isatty() else "json"
     form = by_itself if settings.log_format == "auto" else settings.log_format
@@ -88,7 +89,7 @@ def run(options: Options) -> int:
     SCHEMA.parent.mkdir(exist_ok=True)
     # A second server may be starting, and reading it.
     write_whole(SCHEMA, Path(__file__).with_name(SCHEMA.name).read_text(encoding="utf-8"))
-    url = f"http://{options.host.replace('0.0.0.0', '127.0.0.1')}:{port}"
+    url = url_of(options.host, port)
     command = [sys.executable, "-m", "cog_triton.api.cog.server", "--host", options.host]
     serving = Serving(report, url, settings.stop_timeout)
     return asyncio.run(serving.run(command, environment({**os.environ, "PORT": str(port)})))
@@ -111,12 +112,19 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **environ, "PATH": path, "LOG_FORMAT": "json"}
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL by which this machine reaches a server that listens on an address."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
 def why_not_free(host: str, port: int) -> str:
     """Return the reason why nothing can listen on a port; empty if something can."""
     if port == 0:
         return "Cog's server cannot choose a free port: use --port with 1 to 65535"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return f"port {port} is in use"

@@ -44,7 +44,10 @@ def frames_of(answer: service_pb2.ModelStreamInferResponse) -> list[Frame]:
     response = answer.infer_response
     if len(response.outputs) != 1 or response.outputs[0].name != FRAMES:
         return []
-    return decode_frames(flat_outputs(response)[FRAMES])
+    outputs = flat_outputs(response)
+    if FRAMES not in outputs:
+        raise errors.TritonMalformedEvent("a response names frames and has no content")
+    return decode_frames(outputs[FRAMES])
 
 
 def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:

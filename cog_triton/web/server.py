@@ -260,12 +260,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def _set_timer(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
+        self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self._expire, seconds)
 
-    def _expire(self) -> None:
-        seconds = self._limits.request_seconds
+    def _expire(self, seconds: float) -> None:
+        """Refuse a request that has not come within its time."""
         if self._behind_others:
-            # Nothing may have been read of it meanwhile.
+            # Uvicorn may not have read from the connection while the others were answered.
             self._set_timer(seconds)
         elif not self._answered:
             self._refuse(408, f"the request did not come within {seconds:g} s")

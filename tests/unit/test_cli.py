@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import typing
@@ -15,6 +16,7 @@ from cog_triton import __version__
 from cog_triton.cli import load_commands, main, parse, parser_of
 from cog_triton.cli.predict import free_ports
 from cog_triton.cli.registry import PACKAGE
+from cog_triton.cli.serve import url_of, why_not_free
 from cog_triton.deployment.model_files import served_names
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
@@ -270,3 +272,29 @@ complete_words cog-triton launch --model_repo {tmp_path}/rep
         "list",
         f"{tmp_path}/repository",
     ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_is_looked_for_in_the_family_of_its_address(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with listener:
+        port = listener.getsockname()[1]
+        assert why_not_free(host, port) == f"port {port} is in use"
+    assert why_not_free(host, port) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:5000"),
+        ("localhost", "http://localhost:5000"),
+        ("::1", "http://[::1]:5000"),
+        ("::", "http://[::1]:5000"),
+    ],
+)
+def test_the_url_of_a_server_can_be_asked(host: str, url: str) -> None:
+    assert url_of(host, 5000) == url

@@ -213,6 +213,15 @@ def test_frames_that_cannot_be_read_fail_the_request_that_has_the_response() -> 
     assert made.receive(message(*frames_of_sequence(1, [1])), now=0.0)
 
 
+def test_frames_without_content_fail_the_request_that_has_the_response() -> None:
+    infer = service_pb2.ModelInferResponse(model_name=IDS_ENSEMBLE, id="2")
+    infer.outputs.add(name=FRAMES)
+    answer = service_pb2.ModelStreamInferResponse(infer_response=infer)
+    (delivery,) = demultiplexer().receive(bytes(answer.SerializeToString()), now=0.0)
+    assert (delivery.sequence, delivery.last) == (3, True)
+    assert isinstance(delivery.item, TritonMalformedEvent)
+
+
 def test_a_message_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(TritonMalformedEvent, match="message that cannot be read"):
         demultiplexer().receive(b"unreadable", now=0.0)

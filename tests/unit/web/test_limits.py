@@ -24,6 +24,8 @@ CHUNKED_HEAD = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNKED = CHUNKED_HEAD + b"2;x=y\r\n{}\r\n0\r\nX: trailer\r\n\r\n"
 UPGRADE = b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\ncontent-length: 2\r\n\r\n{}"
 
+LIMITS = Limits(body_bytes=100, head_bytes=200)
+
 
 def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
     return {"detail": refusal.detail, "target": target}
@@ -32,10 +34,11 @@ def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
 class Connection:
     """A connection that notes the requests which reach the application, and what is answered."""
 
-    def __init__(self, *parts: bytes) -> None:
+    def __init__(self, *parts: bytes, limits: Limits = LIMITS, waits: bool = False) -> None:
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
         self.answers = b""
-        asyncio.run(self._feed(parts))
+        self._limits = limits
+        asyncio.run(self._feed(parts, waits=waits))
         self.statuses = [int(part[:3]) for part in self.answers.split(b"HTTP/1.1 ")[1:]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,15 +46,17 @@ class Connection:
         self.requests.append((request.method, dict(request.headers), await request.body()))
         await PlainTextResponse("yes")(scope, receive, send)
 
-    async def _feed(self, parts: tuple[bytes, ...]) -> None:
-        limits, access = Limits(body_bytes=100, head_bytes=200), AccessRule(loopback=False)
-        config: Any = Server(self, limits, access, refusal_body).config
+    async def _feed(self, parts: tuple[bytes, ...], *, waits: bool) -> None:
+        access = AccessRule(loopback=False)
+        config: Any = Server(self, self._limits, access, refusal_body).config
         protocol = config.http(config, ServerState(), {})
         transport = Mock(is_closing=lambda: False, get_extra_info=lambda _: None)
         transport.write = self._write
         protocol.connection_made(transport)
         for part in parts:
             protocol.data_received(part)
+        while waits and not self.answers:
+            await asyncio.sleep(0.01)
         while protocol.tasks:
             await asyncio.sleep(0)
         protocol.connection_lost(None)
@@ -75,6 +80,15 @@ def test_requests_pass_however_they_are_split(places: list[int]) -> None:
 def test_sizes_of_chunks_that_come_by_themselves_do_not_add_up() -> None:
     connection = Connection(CHUNKED_HEAD, *[b"1\r\n", b".\r\n"] * 90, b"0\r\n", b"\r\n")
     assert connection.requests[0][2] == b"." * 90
+
+
+@pytest.mark.parametrize(("path", "seconds"), [("/a", "0.1"), ("/upload", "0.2")])
+def test_a_request_that_takes_too_long_is_told_how_long_it_had(path: str, seconds: str) -> None:
+    limits = Limits(body_bytes=100, request_seconds=0.1, uploads={b"/upload": 200})
+    unfinished = f"POST {path} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{".encode()
+    connection = Connection(unfinished, limits=limits, waits=True)
+    assert connection.statuses == [408]
+    assert f"the request did not come within {seconds} s".encode() in connection.answers
 
 
 def test_nothing_passes_behind_a_refusal_which_knows_its_target() -> None:
