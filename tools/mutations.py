@@ -163,7 +163,8 @@ def main() -> int:
         try:
             for mutation in chosen:
                 is_found = is_caught(mutation, checkout, integration=options.integration)
-                caught += is_found
+                if is_found:
+                    caught += 1
                 print(
                     f"{'caught' if is_found else 'survived'}: {mutation.file}:{mutation.line}: "
                     f"{mutation.before!r} -> {mutation.after!r}",

@@ -65,11 +65,11 @@ def run(options: Options) -> None:
 def parse_substitutions(arguments: list[str]) -> dict[str, str]:
     r"""Return the values in ``name:value,name:value``, or raise ConfigurationError.
 
-    A line that is continued with a backslash and an indent comes here as several arguments.
+    A shell passes a line that is continued with a backslash and an indent as several arguments.
     """
     values = {}
     for argument in arguments:
-        # The continuations that a shell leaves inside of single quotes go first.
+        # Inside single quotes, a shell keeps a backslash with its line break: both are removed here.
         text = re.sub(r"(\\[^\n])|\\\n", lambda match: match[1] or "", argument)
         for part in re.findall(r"(?:\\.|[^,])+", text, re.DOTALL):
             if not part.strip():

@@ -1,6 +1,7 @@
 """The inputs of ``cog-triton predict``: NAME=VALUE, checked as Cog's server checks a request's inputs."""
 
 import argparse
+import contextlib
 import inspect
 import math
 import typing
@@ -35,6 +36,7 @@ def inputs_of(
     Raises:
         ConfigurationError: an input does not exist, or a value is not of its type or outside its bounds.
     """
+    # The default of an input is Cog's Input(…), which has the input's own default.
     fields = {
         parameter.name: parameter.default
         for parameter in inspect.signature(function).parameters.values()
@@ -63,13 +65,14 @@ def converted(name: str, text: str, hint: Any) -> Any:
     """Return a value of an input's type, or raise ConfigurationError."""
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     kind = kinds[0] if kinds else hint
-    if kind is bool and text.lower() in (*_TRUE, *_FALSE):
-        return text.lower() in _TRUE
-    try:
-        if kind is not bool:
+    if kind is bool:
+        if text.lower() in _TRUE:
+            return True
+        if text.lower() in _FALSE:
+            return False
+    else:
+        with contextlib.suppress(ValueError):
             return kind(text)
-    except ValueError:
-        pass
     raise ConfigurationError(f"{name}={shown(text)} is not {_KINDS.get(kind, kind.__name__)}")
 
 

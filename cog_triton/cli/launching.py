@@ -43,7 +43,8 @@ def launch(options: Options) -> int:
         logging.warning("%s", warning)
     models = read_models(options.model_repo)
     backends = {model.backend for model in models.values()}
-    start = launch_of(options, os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]), backends)
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    start = launch_of(options, os.environ, gpus, backends)
     missing = [model for model in start.engine_models if model not in models]
     if missing and settings.world_size > 1:
         raise ConfigurationError(
@@ -53,8 +54,11 @@ def launch(options: Options) -> int:
     if options.dry_run:
         found = locate(settings)
         endpoints = Endpoints(settings.host, *(getattr(settings, port) for port in PORTS))
-        paths = found.server, options.model_repo.resolve(), found.backends
-        print(shlex.join(command(*paths, endpoints, "prefix", settings, start)))
+        repository = options.model_repo.resolve()
+        words = command(
+            found.server, repository, found.backends, endpoints, "prefix", settings, start
+        )
+        print(shlex.join(words))
         return 0
     if not start.rank:
         settings = with_usable_ports(settings, force=options.force)
@@ -62,7 +66,11 @@ def launch(options: Options) -> int:
 
 
 def settings_of(options: Options, environ: Mapping[str, str]) -> Settings:
-    """Return the settings with the options that are not just one of them, or raise ConfigurationError."""
+    """Return the settings of the environment, changed by --exit_timeout and --rank-from-slurm.
+
+    Other options have set environment variables, see ``cog_triton.cli.launch``. Raises ConfigurationError
+    for options that cannot be combined.
+    """
     changes = {}
     if options.exit_timeout:
         # tritonserver's own limit is half of this one.
@@ -154,8 +162,10 @@ def read_models(repository: Path) -> dict[str, Any]:
 def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
     """Return the settings with free ports; without ``force``, ConfigurationError names one in use."""
     for port in PORTS:
+        # With the others at 0, an error is about this port.
+        others_free = {name: 0 for name in PORTS if name != port}
         try:
-            choose_ports(settings.model_copy(update={name: 0 for name in PORTS if name != port}))
+            choose_ports(settings.model_copy(update=others_free))
         except ConfigurationError as error:
             if not force:
                 raise ConfigurationError(f"{error.message}{running()}") from None

@@ -97,7 +97,10 @@ def verbose_variables(verbose: bool) -> Variables:
 
 
 def set_variables(variables: Variables) -> None:
-    """Set variables of this process, which those that it starts inherit."""
+    """Set variables of this process, which those that it starts inherit.
+
+    None leaves a variable as it is, and an empty text unsets it.
+    """
     for name, value in variables.items():
         if value is None:
             continue

@@ -95,7 +95,9 @@ async def answer(options: Options, progress: Report) -> None:
     predictor.record_metric = metrics.__setitem__
     inputs = inputs_of(Predictor.predict, options.prompt, options.input)
     await predictor.setup()
-    stdout, printed = sys.stdout, io.StringIO()  # such as its seed
+    # The predictor prints notes, such as the seed. They are shown after the answer.
+    stdout = sys.stdout
+    printed = io.StringIO()
 
     def show() -> None:
         for chunk in chunks:
@@ -109,7 +111,7 @@ async def answer(options: Options, progress: Report) -> None:
             await asyncio.to_thread(show)
     finally:
         await predictor.deployment.stop()
-    first, rate = metrics["time_to_first_token"], metrics["tokens_per_second"]
-    figures = f"first after {first * 1000:.0f} ms, {rate:.0f} tokens/s"
-    notes = f"{printed.getvalue()}{metrics['output_token_count']} tokens, {figures}"
+    first = f"first after {metrics['time_to_first_token'] * 1000:.0f} ms"
+    rate = f"{metrics['tokens_per_second']:.0f} tokens/s"
+    notes = f"{printed.getvalue()}{metrics['output_token_count']} tokens, {first}, {rate}"
     print(progress.paint(DIM, notes), file=sys.stderr)

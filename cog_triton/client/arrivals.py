@@ -52,7 +52,10 @@ class Arrivals(Generic[T]):
     # For the consumer
 
     async def take(self) -> list[T]:
-        """Wait for messages and return those that have arrived; at the end raise its error, or none."""
+        """Wait for messages and return those that have arrived.
+
+        At the end of the stream, raise its error; return an empty list if it ended without one.
+        """
         while not self._messages:
             if self._error is not None:
                 raise self._error

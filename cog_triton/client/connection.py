@@ -137,10 +137,10 @@ class Call:
     def feed(self, data: bytes) -> int:
         """Take in a part of the answer and deliver the messages that it completes.
 
-        Returns the number of bytes that the server may send again, when there are enough to say so.
+        Returns the number of bytes by which to open the server's window again; 0 while they are few.
         """
+        # After an HTTP error, the body is a page for people and has no messages.
         if self._status is None:
-            # With an error of HTTP comes a page for people.
             for message in self._complete_messages(data):
                 self._on_message(message)
         self._window_taken += len(data)

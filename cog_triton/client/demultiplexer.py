@@ -114,7 +114,7 @@ class Demultiplexer:
         return deliveries
 
     def overdue(self, now: float) -> dict[int, int]:
-        """Forget the requests whose gap will not close; return them, with the ids that came before it."""
+        """Forget the requests whose gap will not close; return them, with how many ids came before it."""
         lost = {}
         for sequence in list(self._with_gap):
             expected = self._expected[sequence]

@@ -153,7 +153,7 @@ def _object(data: bytes) -> Event:
     if not isinstance(value, dict):
         raise errors.TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
     if "error" in value:
-        # In any event, because the HTTP status is fixed on the first.
+        # Any event may be an error: the HTTP status was sent with the first one.
         raise errors.error_from_text(str(value["error"]))
     return value
 
@@ -166,6 +166,7 @@ def flat_outputs(event: Event) -> Outputs:
         # Triton writes a tensor of a single element as a scalar.
         outputs[name] = value if isinstance(value, list) else [value]
         try:
+            # Raises where an element is not a 32-bit number.
             array("f" if name == LOG_PROBS else "i", outputs[name])
         except (TypeError, OverflowError):
             text = f"a response of the ensemble is malformed: {name}, {str(value)[:100]}"

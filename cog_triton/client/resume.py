@@ -236,6 +236,7 @@ class ResumingClient:
                         len(output.ids),
                         error,
                     )
+        # Left by a break: nothing more is to be generated, and the end has not been yielded.
         yield Response([], None, final=True, keeps_end_token=output.keeps_end_token)
 
     def _send(

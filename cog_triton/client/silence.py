@@ -55,6 +55,7 @@ class SilenceWatch:
             since = arrivals.last_arrival or arrivals.started
             silent_seconds = loop.time() - since
             has_begun = arrivals.last_arrival > 0
+            # A response shortly after this request's last one does not show that the engine goes on.
             others_go_on = last_of_all > since + self._stall_timeout / 2
             if has_begun and others_go_on and silent_seconds >= self._stall_timeout:
                 text = f"Triton sent nothing for {self._stall_timeout:g} s"

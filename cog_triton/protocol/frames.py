@@ -121,6 +121,7 @@ def encode_frames(frames: Iterable[Frame]) -> Array:
         log_probs = frame.log_probs
         prompt_log_probs = frame.prompt_log_probs
         alternatives = _NO_LOG_PROBS
+        # Also where none were asked for: there are ids, and no log probabilities.
         if len(log_probs) != len(frame.ids):
             prompt_log_probs = ()
         elif log_probs or prompt_log_probs:

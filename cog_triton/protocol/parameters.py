@@ -44,11 +44,17 @@ def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
 
 
 def adapter_task_id(name: str) -> int:
-    """Return the lora_task_id of an adapter, 31 bits above 0: the name if it is such a number."""
-    if name.isascii() and name.isdigit() and name[0] != "0" and int(name[:11]) < 2**31:
+    """Return the lora_task_id of an adapter, which is above 0 and has 31 bits.
+
+    A name that is such a number is its own id. Any other name is hashed.
+    """
+    is_number = name.isascii() and name.isdigit() and name[0] != "0"
+    # 31 bits have at most 10 digits, and int() refuses thousands of them.
+    if is_number and len(name) <= 10 and int(name) < 2**31:
         return int(name)
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1 or 1
+    hashed = int.from_bytes(digest, "little") >> 1
+    return max(1, hashed)
 
 
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:

@@ -318,7 +318,10 @@ class Admission:
         return slots - self.running
 
     def _left_free(self) -> int:
-        """Return how many slots batches leave free: a few, and what others had lately and have not now."""
+        """Return how many slots batches leave free: a few, and what others had lately and have not now.
+
+        Notes what others have now as the peak, once it is above what is left of the last one.
+        """
         others = self.running - self._running_batches
         now = self._clock()
         faded: float = self._peak * 0.5 ** ((now - self._peak_time) / HALF_LIFE_SECONDS)

@@ -42,9 +42,10 @@ def choose_guide(**inputs: str | None) -> Guide | None:
     texts = {name: text for name, text in inputs.items() if text is not None}
     if len(texts) > 1:
         raise InvalidParameter(f"{' and '.join(texts)} cannot be combined: set only one of them")
-    for name, text in texts.items():
-        return Guide(GuideKind[name.upper()], text)
-    return None
+    if not texts:
+        return None
+    ((name, text),) = texts.items()
+    return Guide(GuideKind[name.upper()], text)
 
 
 def engine_guide(guide: Guide) -> Guide:
@@ -74,15 +75,13 @@ def _parsed(text: str) -> object:
 
 def _one_of(texts: object) -> str:
     """Return a regular expression that matches one of some texts."""
-    expressions: list[str] = []
-    for text in texts if isinstance(texts, list) else []:
-        if not isinstance(text, str) or not text or not is_unicode(text):
-            expressions.clear()
-            break
-        expressions.append(_SPECIAL.sub(r"\\\g<0>", text))
-    if not expressions:
+    if not isinstance(texts, list) or not texts or not all(map(_is_choice, texts)):
         raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
-    return "|".join(expressions)
+    return "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
+
+
+def _is_choice(text: object) -> bool:
+    return isinstance(text, str) and bool(text) and is_unicode(text)
 
 
 def ascii_classes(expression: str) -> str:

@@ -136,7 +136,7 @@ class Report(logging.Handler):
         if self.machine:
             self.add(line_of(level, "cog_triton.serve", text))
         else:
-            # A terminal has shown ^C at the beginning of the line.
+            # Clear the line: after Ctrl-C, a terminal shows ^C at its beginning.
             self._in_progress = self._terminal
             self.write(self._labelled(level, text))
 
@@ -279,6 +279,7 @@ class Serving:
                 if not pid:
                     # The others run.
                     return
+        # waitpid raised ChildProcessError: there are no others.
         self._ended.set()
 
     def _note_end(self, status: int) -> None:

@@ -99,6 +99,10 @@ class _JsonCounts:
             self._depth = depths[-1]
 
     def _outside_of_strings(self, piece: bytes) -> bytes:
+        """Count the strings of a piece; return the text between them.
+
+        Splits at the quotes: every second part is in a string. Escaped quotes are removed before.
+        """
         self._escape = b""
         if b"\\" in piece:
             backslashes = len(piece) - len(piece.rstrip(b"\\"))
@@ -109,8 +113,10 @@ class _JsonCounts:
         quotes = piece.count(b'"')
         self._quotes += quotes
         _check_count("strings", self._quotes // 2, JSON_STRINGS)
-        outside = b"".join(piece.split(b'"')[self._in_string :: 2])
-        self._in_string ^= bool(quotes % 2)
+        first_outside = 1 if self._in_string else 0
+        outside = b"".join(piece.split(b'"')[first_outside::2])
+        if quotes % 2:
+            self._in_string = not self._in_string
         return outside
 
 

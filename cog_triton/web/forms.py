@@ -103,6 +103,7 @@ class _FormReader:
             raise BadBody("must be multipart/form-data: it ends before its last boundary")
         for part in self.parts:
             part.file.seek(0)
+        # Reversed, so that the first part of a name overwrites the later ones.
         return {part.name: part for part in reversed(self.parts)}
 
     def close(self) -> None:

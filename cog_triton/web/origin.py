@@ -102,6 +102,7 @@ def access_rule(
     return AccessRule(
         loopback=is_loopback(str(listener.getsockname()[0])),
         allowed_origins=frozenset(origins_of(origins)),
+        # A pattern such as *.example.com is no name of a host, and stays as it is.
         allowed_hosts=frozenset(_host_name(entry) or entry.lower() for entry in _entries(hosts)),
         origins_setting=origins_setting,
     )

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice, takewhile
-from operator import eq
+from itertools import islice
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -43,17 +43,24 @@ def main(options: Options) -> int:
 def compare(options: Options) -> dict[str, Any]:
     """Run a comparison and return the report."""
     _check(options)
-    ours = {k: v for k, v in os.environ.items() if k not in ("COG_WEIGHTS", "ENGINE_DIR")}
+    # These files are for Hugging Face's side, which runs MODEL and no engine.
+    without_engine = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COG_WEIGHTS", "ENGINE_DIR")
+    }
     settings = environment(options.settings)
-    files = with_files(read_settings(ours))
+    files = with_files(read_settings(without_engine))
     tokenizer = load_tokenizer(files.tokenizer_dir)
-    task, batch = TASKS[options.eval_task], options.batch_size
+    task = TASKS[options.eval_task]
+    batch = options.batch_size
     rows = examples(task, options.dataset_dir, tokenizer, options.max_input_length)
     pairs = list(islice(rows, batch * options.max_ite))
     if not pairs:
         raise ConfigurationError(f"there is no text in {options.dataset_dir or task.hub[0]}")
     prompts = [prompt for prompt, _ in pairs]
-    sides, reference = {}, None
+    sides: dict[str, Sequence[Answer]] = {}
+    reference = None
     if options.test_trt_llm or not options.test_hf:
         # It ends before the other side is loaded: both may not fit on one machine at once.
         with nullcontext() if options.grpc_url else triton_server(settings) as triton:
@@ -65,12 +72,7 @@ def compare(options: Options) -> dict[str, Any]:
         reference = Reference(files.model_dir, tokenizer, dtype, options.output_len)
         sides[HUGGING_FACE] = reference.answers(prompts, batch)
     if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-        with (options.output_dir / "outputs.jsonl").open("w", encoding="utf-8") as file:
-            for i, (prompt, expected) in enumerate(pairs):
-                outputs = {name: answers[i]._asdict() for name, answers in sides.items()}
-                row = {"prompt": prompt, "reference": expected, **outputs}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        _write_outputs(options.output_dir, pairs, sides)
     found = {name: figures(answers, pairs, reference) for name, answers in sides.items()}
     agreed = agreement(sides[ENGINE], sides[HUGGING_FACE]) if len(sides) == 2 else None
     return {
@@ -84,7 +86,20 @@ def compare(options: Options) -> dict[str, Any]:
     }
 
 
+def _write_outputs(
+    directory: Path, pairs: Sequence[tuple[str, str]], sides: Mapping[str, Sequence[Answer]]
+) -> None:
+    """Write a line for each prompt, with its reference and the outputs of the sides."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "outputs.jsonl").open("w", encoding="utf-8") as file:
+        for number, (prompt, expected) in enumerate(pairs):
+            outputs = {name: answers[number]._asdict() for name, answers in sides.items()}
+            row = {"prompt": prompt, "reference": expected, **outputs}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def _check(options: Options) -> None:
+    """Refuse options that contradict each other, or that cannot be compared."""
     if options.grpc_url and (options.engine_dir or options.settings):
         raise ConfigurationError("--engine_dir and --settings start an engine; --grpc-url has one")
     if options.check_accuracy and options.test_hf and not options.test_trt_llm:
@@ -119,7 +134,7 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, An
     ``leading_tokens`` are those before a first difference, ``tokens`` those of the longer output.
     """
     pairs = list(zip(first, second, strict=True))
-    leading = sum(sum(takewhile(bool, map(eq, a.ids, b.ids))) for a, b in pairs)
+    leading = sum(_leading_tokens(a.ids, b.ids) for a, b in pairs)
     tokens = sum(max(len(a.ids), len(b.ids)) for a, b in pairs)
     return {
         "outputs": len(pairs),
@@ -131,10 +146,21 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, An
     }
 
 
+def _leading_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many ids are equal before the first difference."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
 def failures(options: Options, engine: Any, agreed: Any) -> list[str]:
     """Return the reasons why the engine is not good enough; empty if it is."""
     found = []
-    least, share = options.tensorrt_llm_rouge1_threshold, options.leading_threshold
+    least = options.tensorrt_llm_rouge1_threshold
+    share = options.leading_threshold
     if options.check_accuracy and not engine["rouge1"] > least:
         found.append(f"ROUGE-1 of the engine is {engine['rouge1']:.2f}, not greater than {least:g}")
     if share is not None and agreed["leading_share"] < share:
@@ -147,8 +173,7 @@ def table(found: Mapping[str, Any]) -> str:
     """Return a report, to be read."""
     lines = [f"{found['examples']} examples", f"{'':18}{'engine':>14}{'Hugging Face':>14}"]
     for key in (*ROUGE, "log_prob_per_token", "output_tokens"):
-        values = (found[side] and found[side][key] for side in (ENGINE, HUGGING_FACE))
-        cells = (f"{'-' if value is None else format(value, '.5g'):>14}" for value in values)
+        cells = [_cell(found[side], key) for side in (ENGINE, HUGGING_FACE)]
         lines.append(f"{key:18}" + "".join(cells))
     if agreed := found["agreement"]:
         lines.append(
@@ -157,3 +182,10 @@ def table(found: Mapping[str, Any]) -> str:
             f"{agreed['tokens']} ({100 * agreed['leading_share']:.2f} %)"
         )
     return "\n".join(lines)
+
+
+def _cell(side: Mapping[str, Any] | None, key: str) -> str:
+    """Return a cell of the table: a figure of a side, or a dash for a side that was not tested."""
+    value = None if side is None else side[key]
+    text = "-" if value is None else format(value, ".5g")
+    return f"{text:>14}"

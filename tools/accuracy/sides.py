@@ -28,20 +28,20 @@ def in_batches(prompts: Sequence[str], size: int, title: str) -> Iterator[Sequen
 
 
 async def engine_answers(
-    address: str, prompts: Sequence[str], tokenizer: Tokenizer, batch_size: int, most: int
+    address: str, prompts: Sequence[str], tokenizer: Tokenizer, batch_size: int, max_tokens: int
 ) -> list[Answer]:
-    """Complete the prompts by the engine behind Triton's gRPC endpoint, at most so many tokens each."""
+    """Complete the prompts by the engine behind Triton's gRPC endpoint."""
     answers: list[Answer] = []
     async with aclosing(GrpcClient(address, response_timeout=600)) as client:
         for batch in in_batches(prompts, batch_size, "engine"):
-            asked = (_ask(client, tokenizer, most, prompt) for prompt in batch)
+            asked = (_ask(client, tokenizer, max_tokens, prompt) for prompt in batch)
             answers += await asyncio.gather(*asked)
     return answers
 
 
-async def _ask(client: GrpcClient, tokenizer: Tokenizer, most: int, prompt: str) -> Answer:
+async def _ask(client: GrpcClient, tokenizer: Tokenizer, max_tokens: int, prompt: str) -> Answer:
     """Complete one prompt: the ids are the engine's, and the text is made of them as by the predictor."""
-    request = Request(prompt=prompt, seed=0, max_tokens=most, temperature=0.0, top_p=1.0)
+    request = Request(prompt=prompt, seed=0, max_tokens=max_tokens, temperature=0.0, top_p=1.0)
     stream = client.stream(secrets.token_hex(8), triton_inputs(request))
     ids = _until_end([id async for response in stream for id in response.ids], tokenizer)
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -57,7 +57,7 @@ def _until_end(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 class Reference:
     """A model of Hugging Face's, in this process."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, dtype: str, most: int) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, dtype: str, max_tokens: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -70,7 +70,7 @@ class Reference:
         # Greedy, whatever the model's files say of sampling and penalties.
         self._model.generation_config = GenerationConfig(
             do_sample=False,
-            max_new_tokens=most,
+            max_new_tokens=max_tokens,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )

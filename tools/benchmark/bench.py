@@ -63,7 +63,8 @@ def run_targets(options: Options, given: Environment) -> Found:
     usual = [] if options.url else ["triton-engine"]
     baselines = usual if options.baseline is None else options.baseline
     names = dict.fromkeys([*options.target, *baselines])
-    chosen, compared = ([TARGETS[name] for name in found] for found in (names, baselines))
+    chosen = [TARGETS[name] for name in names]
+    compared = [TARGETS[name] for name in baselines]
     return iter(run_loads(chosen, compared, loads_of(options, options.concurrency), start))
 
 
@@ -78,10 +79,13 @@ def run_suite(given: Environment) -> Found:
 def each_token(environment: Environment, directory: Path) -> Found:
     """One token a response, as TensorRT-LLM's C++ backend streams: a token's cost to the whole stack."""
     with started("cog", one_token_engine(environment, directory), directory) as running:
-        yield (full := measure(running, CogSse, Load(STREAMS, requests=1000)))
-        yield (classic := measure(running, TritonHttp, Load(STREAMS, requests=2 * STREAMS)))
-    name, per_core = f"one token a response, {STREAMS} streams, no pause", "tokens_per_core_second"
-    yield Check(f"{name}: tokens per core-second", full.figures[per_core], 10_000)
+        full = measure(running, CogSse, Load(STREAMS, requests=1000))
+        yield full
+        classic = measure(running, TritonHttp, Load(STREAMS, requests=2 * STREAMS))
+        yield classic
+    name = f"one token a response, {STREAMS} streams, no pause"
+    per_core_second = full.figures["tokens_per_core_second"]
+    yield Check(f"{name}: tokens per core-second", per_core_second, 10_000)
     yield Check(f"{name}: as a multiple of classic HTTP, tokens/s", full.rate / classic.rate, 5)
     yield Check("memory of everything but the engine", memory(full), 900, "MB", least=False)
 
@@ -106,9 +110,12 @@ def whole_answers(environment: Environment, directory: Path) -> Found:
     given = {**environment, **simulated(directory)}
     with started("cog", given, directory) as running:
         for streams, requests, least in ((STREAMS, 2000, 235), (1, 200, 40)):
-            yield (one := measure(running, CogSse, Load(streams, requests), "whole answers"))
-            name = f"whole answers, {streams} stream{'s' * (streams > 1)}"
-            yield Check(name, one.figures["requests_per_s"], least, "requests/s")
+            measured = measure(running, CogSse, Load(streams, requests), "whole answers")
+            yield measured
+            name = (
+                "whole answers, 1 stream" if streams == 1 else f"whole answers, {streams} streams"
+            )
+            yield Check(name, measured.figures["requests_per_s"], least, "requests/s")
 
 
 def long_outputs(environment: Environment, directory: Path) -> Found:
@@ -125,15 +132,18 @@ def long_outputs(environment: Environment, directory: Path) -> Found:
 
 def long_prompts(environment: Environment, directory: Path) -> Found:
     """Streams of which each token is due at a time, while long prompts arrive one after another."""
-    load, words = Load(16, requests=64, output_tokens=200), " ".join(WORDS)
+    load = Load(16, requests=64, output_tokens=200)
+    words = " ".join(WORDS)
     given = {**environment, **simulated(directory, PACE_MS)}
     with started("cog", given, directory) as running, ThreadPoolExecutor(1) as pool:
-        yield (base := measure(running, CogSse, load, "without long prompts"))
+        base = measure(running, CogSse, load, "without long prompts")
+        yield base
         tokens = len(fast_tokenizer(running.tokenizer).encode(words).ids)
         length = LONG_PROMPT_CHARACTERS * tokens // len(words)
         long = Load(requests=LONG_PROMPTS, warmup=0, input_tokens=length, output_tokens=2)
         sent = pool.submit(measure, running, CogSse, long)
-        yield (beside := measure(running, CogSse, load, "with long prompts"))
+        beside = measure(running, CogSse, load, "with long prompts")
+        yield beside
         sent.result()
     delay = beside.figures["gap_ms_p99"] - base.figures["gap_ms_p99"]
     name = f"delay of others by prompts of {LONG_PROMPT_CHARACTERS:,} characters (gap p99)"

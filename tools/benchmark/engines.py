@@ -6,6 +6,7 @@ every token can be shown as soon as it is there.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -116,14 +117,16 @@ def vllm_serve(environment: Mapping[str, str], log: Path) -> Iterator[Endpoints]
 
 def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     """Return the command line of ``vllm serve`` for arguments of vLLM's AsyncEngineArgs."""
-    # Of options only those that its frontend in Rust takes; each request says how it is sampled.
+    # vLLM's frontend in Rust does not take all options, so only those are used that it takes. What is left
+    # out is not needed: each request says how it is sampled.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     if os.environ.get("VLLM_USE_RUST_FRONTEND"):  # which the module does not read
         command[2:] = ["vllm.entrypoints.cli.main", "serve"]
     command += [arguments["model"], "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", MODEL, "--disable-uvicorn-access-log"]
     for name in sorted(arguments.keys() - {"model", "generation_config", "skip_tokenizer_init"}):
-        option, value = name.replace("_", "-"), arguments[name]
+        option = name.replace("_", "-")
+        value = arguments[name]
         if isinstance(value, bool):  # its --config would drop what is false
             command.append(f"--{option}" if value else f"--no-{option}")
         elif value is not None:
@@ -172,7 +175,8 @@ def compare(options: Options, directory: Path) -> Report:
 def environment(options: Options, model: Path, directory: Path) -> dict[str, str]:
     """Return the settings of the engine and the stack, and write their configuration file."""
     most = max(options.streams)
-    context = -(-(options.input_tokens + options.output_tokens + 1) // PAGE) * PAGE
+    tokens = options.input_tokens + options.output_tokens + 1
+    context = math.ceil(tokens / PAGE) * PAGE
     if options.engine == "vllm":
         arguments = {"max_batch_size": str(max(VLLM_SEQUENCES, most))}
         if options.device != "cpu":

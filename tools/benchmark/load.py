@@ -60,6 +60,7 @@ class Record:
         """Count the tokens of each chunk. An answer that is too short is an error."""
         shown = [(at, part) for at, part in self.parts if part.text or part.ids]
         total = max((part.tokens for _, part in self.parts), default=0)
+        # The server counts all tokens so far, so that a chunk has those since the one before it.
         counts = [0, *(part.tokens for _, part in shown)]
         sizes = [after - before for before, after in pairwise(counts)]
         if not any(counts):  # the server counts them at the end, or not at all

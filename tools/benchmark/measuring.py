@@ -277,7 +277,8 @@ def _send(records: list[Record], streams: int) -> tuple[list[Record], float]:
 
 
 async def _in_streams(records: Sequence[Record], streams: int) -> None:
-    left, began = iter(records), time.perf_counter()
+    left = iter(records)  # shared by all streams: each takes the next record
+    began = time.perf_counter()
 
     async def stream() -> None:
         start = began  # for all: one whose turn comes late waits, and that counts

@@ -66,7 +66,8 @@ def free_port() -> int:
     No other process gets it from here until this one ends, also while no server listens.
     """
     while True:
-        port, mark = random.randrange(10_000, 32_768), socket.socket(socket.AF_UNIX)
+        port = random.randrange(10_000, 32_768)
+        mark = socket.socket(socket.AF_UNIX)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             mark.bind(f"\0cog-triton-port-{port}")

@@ -128,14 +128,17 @@ def report_of(
         rates = [one.ratios.get(name, {}).get("tokens_per_s", math.nan) for name in baselines]
         shown = [one.figures[name] for name in COLUMNS.values()] + rates
         failed = f"{sum(one.errors.values())}/{one.requests}"
-        rows.append([one.name + "*" * one.baseline, failed, *map(figure, shown)])
+        name = f"{one.name}*" if one.baseline else one.name
+        rows.append([name, failed, *map(figure, shown)])
     heading = ("", "errors", *COLUMNS, *(f"/{name}" for name in baselines))
     return Report(title, environment, content, [(heading, rows)], checks, plots(results), notes)
 
 
 def plots(results: Sequence[Result]) -> dict[str, Any]:
     """Return Plotly's plots of the results, by title; each target has its colour in both of latency."""
-    latency, first, cpu = [], [], []
+    latency = []
+    first = []
+    cpu = []
     for name in dict.fromkeys(one.target for one in results):
         own = [one for one in results if one.target == name]
         points = {"x": [one.rate for one in own], "y": [one.ttft for one in own]}

@@ -118,7 +118,8 @@ class HttpTarget(Target):
         path, body = self.request(inputs, request_id)
         url = self.endpoints.url + path
         sent = self.client.request(self.method, url, json=body, headers=headers)
-        parser, ended = sse.EventParser(), False
+        parser = sse.EventParser()
+        ended = False
         try:
             async with sent as reply:
                 if reply.status != 200:
@@ -129,7 +130,8 @@ class HttpTarget(Target):
                 # To its end, because only then the connection serves the next request.
                 async for data in reply.content.iter_any():
                     for event in parser.feed(data):
-                        yield (part := self.read(*event))
+                        part = self.read(*event)
+                        yield part
                         ended = part.last
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerError(f"{type(error).__name__}: {error}", CUT) from error
@@ -288,18 +290,21 @@ class RawEngine(Target):
         return Serving(create_engine(parameters), most)
 
     async def ask(self, inputs: Inputs, request_id: str) -> Parts:
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
         request = generation_requests(engine_inputs(self.endpoints, inputs))[0]
 
         def take(output: Any) -> None:  # on the delivery thread
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         stop = self.client.start(request_id, request, take, streaming=True)
-        count, finished = 0, False
+        count = 0
+        finished = False
         try:
             while not finished:
                 output = await outputs.get()
-                finished, count = output.finished, count + len(output.ids)
+                finished = output.finished
+                count += len(output.ids)
                 if output.error is not None:
                     raise AnswerError(str(output.error))
                 yield Part(tokens=count, ids=output.ids)

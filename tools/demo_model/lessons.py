@@ -116,6 +116,7 @@ def _unknown(random: Random) -> Pair:
 
 
 def _thing(things: list[str], random: Random) -> str:
+    """Return what a frame asks about: a thing, two of them, a thing with a made-up word, or such a word."""
     kind = random.random()
     if 0.6 <= kind < 0.9:
         return _word(random)

@@ -34,6 +34,8 @@ Arguments = Mapping[Name, Any]
 
 
 def _check(problems: Callable[[Arguments], Iterable[str]]) -> AfterValidator:
+    """Return the validator that refuses arguments in which a function finds problems."""
+
     def check(arguments: Arguments) -> Arguments:
         if found := list(problems(arguments)):
             raise ValueError("\n".join(found))

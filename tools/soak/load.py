@@ -79,9 +79,14 @@ def difference(expected: Answer, came: Answer, *, whole: bool) -> tuple[int, int
 
     An answer that is not ``whole`` has to be a beginning of what is expected.
     """
-    a, b = (expected.ids, came.ids) if came.ids else (expected.text, came.text)
-    same = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    wrong = len(b) - (min(len(a), len(b)) if same is None else same)
+    a: Sequence[object] = expected.ids if came.ids else expected.text
+    b: Sequence[object] = came.ids if came.ids else came.text
+    equal = min(len(a), len(b))  # how many are equal from the beginning on
+    for place, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            equal = place
+            break
+    wrong = len(b) - equal
     lost = max(0, len(a) - len(b)) if whole else 0
     if whole and not (came.ids or lost or wrong):
         lost = abs(expected.tokens - came.tokens)

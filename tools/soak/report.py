@@ -52,7 +52,8 @@ def report_of(phases: Sequence[Phase], environment: Mapping[str, str]) -> Report
     rows = [
         [
             *(str(one[name]) for name in COLUMNS),
-            *(", ".join(f"{n} {c}" for c, n in one[of].items()) for of in ("retries", "errors")),
+            _counts_text(one["retries"]),
+            _counts_text(one["errors"]),
             f"{max((kill['token_s'] or 0.0 for kill in one['recoveries']), default=0.0):.1f}",
         ]
         for one in found
@@ -72,6 +73,11 @@ def report_of(phases: Sequence[Phase], environment: Mapping[str, str]) -> Report
         plots={f"{one['engine']}, {one['kind']}": _plot(one) for one in found},
         notes=notes,
     )
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    """Return how often each code came, as a cell of the table."""
+    return ", ".join(f"{number} {code}" for code, number in counts.items())
 
 
 def _phase(phase: Phase) -> dict[str, Any]:

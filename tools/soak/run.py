@@ -83,6 +83,7 @@ def phases(
     ]
     chosen = turns[: max(1, int(seconds // LEAST_SECONDS)) if kills is None else kills]
     count = len(chosen)
+    # Whole numbers of kills that differ by one at most, and are as many as asked for together.
     shares = [None if kills is None else (kills + number) // count for number in range(count)]
     return [
         Phase(*names, seconds / count, share) for names, share in zip(chosen, shares, strict=True)
@@ -172,7 +173,8 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
             "max_output_tokens": 64,
             "background": True,
         }
-        first, many = None, FIRST_BATCHES
+        first = None  # the first background response, which all others have to equal
+        many = FIRST_BATCHES
         lines = "\n".join(json.dumps({"custom_id": str(n), **asked}) for n in range(LINES)).encode()
         while not stopping.is_set():
             begun = [again(batch.ask, "POST", "/v1/responses", json=background) for _ in range(8)]
@@ -211,7 +213,9 @@ async def _kill_parts(phase: Phase, seed: int, stopping: asyncio.Event) -> None:
             await asyncio.sleep(random.random() * HASTE)
             continue
         role = WORKER if victim.kind == WORKER else GUARD
-        while not any(  # what comes a moment later is from the next one
+        # Streams run again when a part has started since, and a token came after that: within a moment of
+        # the start, it may still be one of the part before.
+        while not any(
             at < part.started < phase.tally.last_token - MOMENT for part in phase.watch.of(role)
         ):
             if time.time() - at > BACK_SECONDS:

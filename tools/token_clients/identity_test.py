@@ -94,7 +94,9 @@ async def send(triton: Client, batch: list[Inputs], times: int, together: bool) 
 
     began = time.perf_counter()
     done: list[bool] = []
-    for requests in [batch * times] if together else [batch] * times:
+    # Together, all requests of all batches are sent at once; otherwise a batch waits for the one before.
+    groups = [batch * times] if together else [batch] * times
+    for requests in groups:
         done += await asyncio.gather(*map(is_answered, requests))
     seconds = time.perf_counter() - began
     if not all(done):

@@ -84,6 +84,7 @@ class CogServer:
                 text = "Cog's server is stopping and accepts no connections"
                 raise Refusal(503, text, retry_after=self._restart_seconds()) from None
             except asyncio.CancelledError:
+                # ``Predictions.cancel_relays``, as the server stops, or a client that has left.
                 raise Refusal(503, STOPPED, retry_after=self._restart_seconds()) from None
             yield Reply(status, reply_headers, answer)
         finally:

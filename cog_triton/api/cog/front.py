@@ -94,7 +94,13 @@ class Front:
     # Start and end
 
     async def serve(self, inner_port: Callable[[], int | None], stop: int) -> None:
-        """Serve from when Cog's server listens, which then has a port, until the descriptor is readable."""
+        """Serve until told to stop.
+
+        Args:
+            inner_port: returns the port of Cog's server once that listens; None before. Nothing is served
+                until then.
+            stop: a descriptor that becomes readable when the front is to stop.
+        """
 
         def stop_by_signal() -> None:
             os.read(stop, 64)

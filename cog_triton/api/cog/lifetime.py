@@ -61,7 +61,7 @@ async def drain(predictions: Predictions, settings: Settings) -> None:
 
 
 async def within(seconds: float, left: Callable[[], Any]) -> Any:
-    """Wait until nothing is left, for a bounded time; return what is."""
+    """Wait until nothing is left, for a bounded time; return what is still left then."""
     deadline = time.monotonic() + seconds
     while True:
         found = left()

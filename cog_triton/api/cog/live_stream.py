@@ -156,7 +156,9 @@ class _LiveStream:
             self._items.put(CancelationException("the prediction was canceled"))
             return
         error = task.exception()
-        self._items.put(error if error is None else self._named_once(error))
+        if error is not None:
+            error = self._named_once(error)
+        self._items.put(error)
 
     def _named_once(self, error: BaseException) -> BaseException:
         """Return an error whose name is not repeated in what clients see.

@@ -196,11 +196,13 @@ def _check_lengths(values: dict[str, Any], limits: TextLimits) -> None:
     lengths = {name: len(value) for name, value in values.items() if isinstance(value, str)}
     total = sum(lengths.values())
     limit = 2 * limits.characters + _OTHER_CHARACTERS
+    # The input that is being checked, for the error.
     name = "prompt"
     try:
         limits.check("the prompt", lengths.get("prompt", 0))
         name = "system_prompt"
         limits.check("the system prompt", lengths.get("system_prompt", 0))
+        # Of all inputs together, the longest is to blame.
         name = max(lengths, key=lengths.__getitem__, default="prompt")
         if total > limit:
             raise PromptTooLong(f"the inputs have {total} characters; the limit is {limit}")

@@ -36,7 +36,13 @@ class PredictionFiles:
         with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
             hold(_path(opened.parent) / self._mark)
         # A removal may take 1 ms, too long for an event loop.
-        self._remover = ThreadPoolExecutor(1, "remove", os.nice, (_LEAST_PRIORITY,))
+        self._remover = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="remove",
+            # Linux gives each thread a priority of its own.
+            initializer=os.nice,
+            initargs=(_LEAST_PRIORITY,),
+        )
         self._submit(self._remove_abandoned)
 
     def problem(self) -> str:

@@ -67,7 +67,7 @@ def serve(
         )
         sys.exit(1)
     threading.Thread(target=run_front, args=[front, stop], name="front", daemon=True).start()
-    _keep_ignored_signals()
+    _prevent_ignored_signals()
     # Cog's server ends by its route /shutdown.
     cogs_serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
     front.predictions.files.remove_all()
@@ -128,10 +128,10 @@ def _signals_to_pipe(signals: list[signal.Signals]) -> int:
     return stop
 
 
-def _keep_ignored_signals() -> None:
-    """Keep Cog's server from ignoring SIGTERM, which its worker would inherit.
+def _prevent_ignored_signals() -> None:
+    """Prevent Cog's server from ignoring SIGTERM, which its worker would inherit.
 
-    It does so if it is told to wait for its route /shutdown.
+    A server that is told to wait for its route /shutdown ignores it.
     """
     set_handler = signal.signal
 

@@ -135,9 +135,10 @@ def guide_of(guided: Body) -> Guide | None:
         raise InvalidParameter(f"guided_decoding: {sorted(unknown)[0]} is not supported")
     if len(guides) > 1:
         raise InvalidParameter(f"{' and '.join(guides)} cannot be combined: set only one of them")
-    for name, value in guides.items():
-        return Guide(_GUIDES[name], value if isinstance(value, str) else json.dumps(value))
-    return None
+    if not guides:
+        return None
+    ((name, value),) = guides.items()
+    return Guide(_GUIDES[name], value if isinstance(value, str) else json.dumps(value))
 
 
 def unknown_end_ids(body: Body, end_tokens: EndTokens) -> frozenset[int]:
@@ -147,7 +148,12 @@ def unknown_end_ids(body: Body, end_tokens: EndTokens) -> frozenset[int]:
 
 
 def chunk_of(chunk: Chunk, unknown: Collection[int] = ()) -> dict[str, Any]:
-    """Return a chunk as Dynamo's, without one of the ``unknown`` end tokens, whose text would be shown."""
+    """Return a chunk as Dynamo's.
+
+    Args:
+        unknown: end tokens that the frontend does not know. One that ends the output is left out, because
+            the frontend would show its text.
+    """
     ids = list(chunk.ids)
     log_probs = chunk.log_probs
     by_end_token = chunk.finish_reason == "stop" and chunk.stop_token is None

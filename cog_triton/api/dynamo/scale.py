@@ -88,7 +88,8 @@ class Processes:
         """Start all, and keep them running until a signal; return the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
-        commands = [_frontend(host, port), *[_worker()] * workers]
+        commands = [_frontend(host, port)]
+        commands += [_worker() for _ in range(workers)]
         kept = [asyncio.create_task(self._keep(command)) for command in commands]
         url = f"http://{host.replace('0.0.0.0', _THIS_MACHINE)}:{port}"
         waiting = asyncio.create_task(self._wait(url, workers))

@@ -61,8 +61,8 @@ def create_app(served: Served) -> FastAPI:
         )
         served.storage = Storage.at(settings.store_file, limits)
         app.state.background = BackgroundResponses(served, served.storage, log_call)
-    for openais in OPENAI_ROUTERS:
-        app.include_router(openais, responses=ERRORS)
+    for router in OPENAI_ROUTERS:
+        app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
         pages.add_chat(app)

@@ -33,7 +33,7 @@ async def lines_of(files: FileStore, file_id: str) -> AsyncIterator[list[InputLi
 
 
 def split_lines(rows: Iterable[LineRow]) -> list[InputLine]:
-    """Return the lines in some rows of an upload; blank ones only count."""
+    """Return the lines in some rows of an upload without blank ones, which have numbers all the same."""
     lines: list[InputLine] = []
     for row in rows:
         if not row.data.strip():

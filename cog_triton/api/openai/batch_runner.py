@@ -141,6 +141,7 @@ class Runner(Jobs[ActiveBatch]):
                 self._scopes[job.id].cancel()
 
     async def run(self, id: str) -> None:
+        """Work on a batch until all is done, or its scope is cancelled; then write its end."""
         scope = anyio.CancelScope()
         self._scopes[id] = scope
         with scope:

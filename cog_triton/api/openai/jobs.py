@@ -89,8 +89,8 @@ class Jobs(ABC, Generic[JobT]):
         """Run the rows of a model.
 
         Args:
-            limit: how many run at once.
-            limit_of_key: how many of one of several keys do.
+            limit: maximum number of rows that run at once.
+            limit_of_key: maximum number of these that one API key may have, if there are several keys.
         """
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.wake = asyncio.Event()

@@ -66,9 +66,10 @@ async def _serve(
             server = server_of(deployment, names, listener)
             tokenizer = deployment.tokenizer
         else:
-            address, limit = address_of(endpoint), settings.max_sequence_length
-            # The setting counts: the server may stretch the model's context.
-            length = limit or context_length({"model": settings.tokenizer_dir})
+            address = address_of(endpoint)
+            # The setting counts more than the model's files: that server may stretch the model's context.
+            length = settings.max_sequence_length
+            length = length or context_length({"model": settings.tokenizer_dir})
             if settings.openai_workers > 1:
                 tokenizer = await asyncio.to_thread(tokenizer_of, settings)
                 server = Workers(

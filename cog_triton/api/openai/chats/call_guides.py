@@ -25,15 +25,16 @@ def either_guide(use: ToolUse, known: Format, answer: Guide, *, parallel: bool) 
     """Return the JSON schema of a list of calls, or else of the answer that a guide asks for."""
     definitions: dict[str, Any] = {}
     calls = _calls_schema(use.offered, known.arguments, definitions, parallel=parallel)
-    answers = {"type": "object"}
+    answer_schema = {"type": "object"}
     if answer.kind is GuideKind.JSON_SCHEMA:
         try:
-            answers = json.loads(answer.text)
+            answer_schema = json.loads(answer.text)
         except ValueError:
             return answer  # the engine says what is wrong with it
-        if not isinstance(answers, dict):
+        if not isinstance(answer_schema, dict):
             return answer
-    return _schema_guide({"anyOf": [_moved(answers, "answer", definitions), calls]}, definitions)
+    choices = [_moved(answer_schema, "answer", definitions), calls]
+    return _schema_guide({"anyOf": choices}, definitions)
 
 
 def _schema_guide(schema: dict[str, Any], definitions: dict[str, Any]) -> Guide:

@@ -72,7 +72,8 @@ def chat_body(body: AnyMessagesBody, served: Served | None = None) -> ChatBody:
     choice = body.tool_choice
     if choice and _names_left_out_tool(body, choice):
         _leave_out(body, f"tool_choice {choice.name}")
-    # A choice of tools that were all left out forces nothing.
+    # A choice of tools that were all left out forces nothing. A choice without any tools is passed on, and
+    # refused there.
     elif choice and (chat["tools"] or not body.tools):
         names = {"any": "required", "tool": function(name=choice.name or "")}
         chat["tool_choice"] = names.get(choice.type, choice.type)

@@ -185,11 +185,12 @@ def _call(item: InputItem, kind: str) -> dict[str, Any]:
     if kind == "local_shell_call":
         name = "local_shell"
         arguments = orjson.dumps(item.action or {}).decode()
+    elif kind == "custom_tool_call":
+        name = response_tools.flat_name(item.name or "", item.namespace)
+        arguments = custom_tools.arguments_of(item.input or "")
     else:
         name = response_tools.flat_name(item.name or "", item.namespace)
         arguments = item.arguments or "{}"
-    if kind == "custom_tool_call":
-        arguments = custom_tools.arguments_of(item.input or "")
     return {"id": item.call_id, **function(name=name, arguments=arguments)}
 
 

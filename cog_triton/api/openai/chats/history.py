@@ -59,10 +59,17 @@ def _plain(message: Message, place: str, template: str) -> dict[str, Any]:
         _gather_thoughts(plain)
         if isinstance(plain.get("tool_calls"), list):
             plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
-    for part in plain["content"] if isinstance(plain.get("content"), list) else ():
-        if isinstance(part, dict) and part.get("type") == "refusal":
-            part |= {"type": "text", "text": part.pop("refusal", None)}
+    if isinstance(plain.get("content"), list):
+        for part in plain["content"]:
+            _show_refusal(part)
     return plain
+
+
+def _show_refusal(part: Any) -> None:
+    """Make text of a part that is a refusal."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        part["type"] = "text"
+        part["text"] = part.pop("refusal", None)
 
 
 def _plain_call(call: Any) -> Any:

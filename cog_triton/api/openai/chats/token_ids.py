@@ -38,6 +38,7 @@ async def with_ids(request: Request, body: Sampling, served: Served) -> Request:
     if not ids:
         special = request.add_special_tokens is not False
         ids = await token_ids(served, request.prompt, special=special)
+        # The ids of an empty text are the tokens that begin every text.
         beginning = await token_ids(served, "", special=special)
     if limit is None:
         return replace(request, prompt_ids=tuple(ids))

@@ -122,8 +122,10 @@ def _blame_tools(use: ToolUse, places: Mapping[str, str]) -> None:
     """Have an engine's refusal of the guide name the schema of a tool, and not response_format."""
     tools = [use.named] if use.named else use.offered
     wrong = [tool for tool in tools if has_mistake(tool.function.parameters or {})]
-    blamed = wrong[:1] or tools
-    place = places.get(blamed[0].function.name, "tools") if len(blamed) == 1 else "tools"
+    place = "tools"
+    if wrong or len(tools) == 1:
+        blamed = wrong[0] if wrong else tools[0]
+        place = places.get(blamed.function.name, "tools")
     call = current()
     call.names = {**call.names, "guide": place}
 

@@ -73,7 +73,8 @@ class TextChoice(PromptAndEnd):
         return {"text": text, "index": self._index, "logprobs": None, "finish_reason": None, **more}
 
     def _log_probs(self, tokens: Sequence[TokenLogProb]) -> dict[str, list[Any]]:
-        # Special tokens that the text does not show take no characters.
+        # Special tokens that the text does not show take no characters. In an echoed prompt, that is known
+        # from the prompt itself: see the end of the loop.
         hides_special = self.request.skip_special_tokens or self._prompt
         hidden = frozenset(self._tokenizer.all_special_ids) if hides_special else frozenset()
         columns: dict[str, list[Any]] = {
@@ -84,7 +85,7 @@ class TextChoice(PromptAndEnd):
         }
         for token in tokens:
             top: dict[str, float] = {}
-            # Parts of characters all have one text, which stands for the likeliest.
+            # Tokens that are parts of characters have the same text. The first value stays: the highest.
             for other, value in (*token.top[: self._alternatives], (token.id, token.log_prob)):
                 top.setdefault(token_text(self._tokenizer, other), value)
             text = token_text(self._tokenizer, token.id)

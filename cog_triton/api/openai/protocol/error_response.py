@@ -14,7 +14,7 @@ def client_error(error: Exception, route: str = "") -> ApiError:
     """Return an error as the client reads it; note it for the request's line of the log.
 
     Args:
-        route: the method and path of a request that may be refused for these.
+        route: the method and path of the request, for the errors that name them.
     """
     call = current()
     if not isinstance(error, HANDLED):

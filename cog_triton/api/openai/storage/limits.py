@@ -122,6 +122,7 @@ class CountedTable:
     def count(self) -> str:
         """Return the statement that adds the rows that are there to the table ``usage``."""
         size = self.size.format(row=self.name)
+        # "WHERE true": without it, SQLite takes ON CONFLICT for the condition of a join.
         return f"""
             INSERT INTO usage (owner, bytes, row_count)
             SELECT owner, sum({size}), count(*) FROM {self.name} WHERE true GROUP BY owner
@@ -159,9 +160,9 @@ def has_room(
     """Return whether a key may store so much more. Call it in the transaction of the write.
 
     - One key may store what the file keeps.
-    - Each of several keys may store its share. A write that makes the file larger than what it keeps may
-      also not make its key exceed its even part of the file. So the last tenth of the file is for the
-      keys that have less than their even part.
+    - Each of several keys may store its share.
+    - The last tenth of the file, beyond what it keeps, is for keys with less than their even part of the
+      file. A write there must not make its key exceed that part.
     """
     if more_bytes > limits.key_bytes:
         return False

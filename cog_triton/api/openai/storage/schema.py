@@ -26,6 +26,13 @@ RESPONSE_ROW_BYTES = 400
 ROW_BYTES = 200
 BATCH_ROW_BYTES = 1500
 RESPONSE_BLOBS = ("body", "request", "input", "response", "records")
+# The records of background responses that run. position: the number of a row's first record.
+_LOG_TABLE = """
+    CREATE TABLE IF NOT EXISTS log (
+        response TEXT, position INTEGER, owner TEXT, records BLOB, PRIMARY KEY (response, position)
+    ) WITHOUT ROWID
+"""
+
 _TABLES = (
     # When the housekeeping last ran, by ``SteadyClock``.
     "CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), seconds REAL)",
@@ -41,12 +48,7 @@ _TABLES = (
     "CREATE INDEX IF NOT EXISTS responses_that_run ON responses (runner) WHERE runner IS NOT NULL",
     "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created)",
     "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, created)",
-    # The records of background responses that run. position: the number of a row's first record.
-    """
-    CREATE TABLE IF NOT EXISTS log (
-        response TEXT, position INTEGER, owner TEXT, records BLOB, PRIMARY KEY (response, position)
-    ) WITHOUT ROWID
-    """,
+    _LOG_TABLE,
     """
     CREATE TRIGGER IF NOT EXISTS log_of_ended_response AFTER UPDATE OF runner ON responses
     WHEN NEW.runner IS NULL BEGIN DELETE FROM log WHERE response = NEW.id; END
@@ -164,9 +166,7 @@ def _migrate_from_version_1(connection: sqlite3.Connection) -> None:
     for (trigger,) in connection.execute(triggers).fetchall():
         connection.execute(f"DROP TRIGGER {trigger}")
     connection.execute("ALTER TABLE log RENAME TO old_log")
-    for statement in _TABLES:
-        if "CREATE TABLE" in statement and " log " in statement:
-            connection.execute(statement)
+    connection.execute(_LOG_TABLE)
     if _has_table(connection, "responses"):
         connection.execute("ALTER TABLE responses RENAME COLUMN first TO started")
         _move_old_log(connection)

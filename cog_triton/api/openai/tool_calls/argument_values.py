@@ -58,8 +58,9 @@ def typed_value(text: str, schema: Any) -> Any:
         value = decode_json(text)
     except (ValueError, RecursionError):
         return _python_value(text, kinds)
-    if "string" in kinds and not isinstance(value, dict | list) and _kind_of(value) not in kinds:
-        return text
+    is_scalar = not isinstance(value, dict | list)
+    if "string" in kinds and is_scalar and _kind_of(value) not in kinds:
+        return text  # such as 3, where a string or null is allowed
     if not kinds and isinstance(value, str):
         return text
     return value

@@ -74,7 +74,7 @@ class ChannelParser(Parser):
             parts.append(self._take(len(self._held) - begun_size(self._held, ends)))
             yield None
         written = "".join([*parts, self._take(place)])
-        call = None
+        call = None  # a message that was cut off is no call
         if mark or not self._cut:
             call = named_call(name, written)
         if call is not None:
@@ -84,6 +84,7 @@ class ChannelParser(Parser):
 
     def _skip_end(self) -> Pieces:
         """Pass over the mark of a message's end."""
+        # Wait while all that is held may be the beginning of a mark.
         while (
             not self._ended
             and self._held

@@ -69,11 +69,10 @@ class JsonCopier:
             return Step(1, '"')
         if letter in "{[":
             self._open.append("}" if letter == "{" else "]")
-        elif letter in "}]":
+            return Step(1, letter)
+        if letter in "}]":
             return Step(1, self._close_to(letter))
-        else:
-            return self._step_over_word(text, place, ended=ended)
-        return Step(1, letter)
+        return self._step_over_word(text, place, ended=ended)
 
     def _step_over_word(self, text: str, place: int, *, ended: bool) -> Step | None:
         word = _WORD.match(text, place)

@@ -123,7 +123,7 @@ class JsonCallParser(Parser):
             self._take(len(closing))
             yield from self._skip_space()
             return None
-        while self._held.startswith(opening):
+        while self._held.startswith(opening):  # looked at again until it is certain what follows
             body = self._held[len(opening) :].lstrip()
             begins = self._begins_json(body)
             if begins is None and not self._ended:

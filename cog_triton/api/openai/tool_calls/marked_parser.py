@@ -165,7 +165,7 @@ class MarkedCallParser(JsonCallParser):
         return None
 
     def _skip_closing(self) -> Pieces:
-        """Pass over the mark behind calls, of which the one before them was missing."""
+        """Pass over the closing mark of calls whose opening mark the model left out."""
         closing = self._format.closing
         while is_begun(self._held, closing) is None and not self._ended:
             yield None

@@ -58,9 +58,11 @@ def _with_escaped_breaks(text: str) -> str:
 
 def _python_call(node: ast.expr, schemas: Schemas) -> WrittenCall:
     """Return the call that an expression is, or raise ValueError or TypeError."""
-    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    if not isinstance(node, ast.Call) or not _PYTHON_NAME.fullmatch(name):
+    if not isinstance(node, ast.Call):
         raise ValueError("not a call")
+    name = ast.unparse(node.func)
+    if not _PYTHON_NAME.fullmatch(name):
+        raise ValueError("not the call of a name")
     # Arguments without a name are those of the schema, in its order.
     keys = list(properties_of(name, schemas))
     if len(node.args) > len(keys):

@@ -18,6 +18,7 @@ class PythonCallParser(Parser):
     """
 
     def _read(self) -> Pieces:
+        # Wait until the text is certain to begin a list of calls, or to be something else.
         while not self._ended:
             start = _PYTHON_START.match(self._held)
             if start is None or start["call"] or start.end() < len(self._held):
