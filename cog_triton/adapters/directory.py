@@ -46,7 +46,10 @@ def adapter_path(directory: Path, task_id: int) -> Path:
 
 
 def check_adapter(name: str, directory: Path | None) -> None:
-    """Raise InvalidParameter for an adapter that does not exist; without a directory the engine knows."""
+    """Raise InvalidParameter for an adapter that does not exist.
+
+    Without a directory, nothing is checked: only the engine knows which adapters there are.
+    """
     if directory is None or not name:
         return
     names = adapter_names(directory)

@@ -209,15 +209,15 @@ async def _end_tokens(
     loader: "TokenizerLoader",
 ) -> EndTokens:
     """Find the end tokens; wait for the tokenizer only if its files do not say what ends a sequence."""
-    tokenizers: int | None = None
+    eos_token_id: int | None = None
     if not settings.end_ids:
         directory = values["preprocessing"].get("tokenizer_dir") or settings.tokenizer_dir
         try:
-            tokenizers = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
+            eos_token_id = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
         except (LookupError, TypeError, ValueError):
-            tokenizers = (await loader.load()).eos_token_id
+            eos_token_id = (await loader.load()).eos_token_id
     return await asyncio.to_thread(
-        model_defaults.end_tokens_of, settings, values, engine, tokenizers
+        model_defaults.end_tokens_of, settings, values, engine, eos_token_id
     )
 
 

@@ -23,12 +23,12 @@ _NOT_HONOURED: dict[EngineName, tuple[str, ...]] = {
 
 
 def end_tokens_of(
-    settings: Settings, values: Values, engine: EngineName, tokenizers: int | None
+    settings: Settings, values: Values, engine: EngineName, eos_token_id: int | None
 ) -> EndTokens:
     """Return the end tokens of the deployment that the template variables describe.
 
     Args:
-        tokenizers: the tokenizer's end of sequence.
+        eos_token_id: the tokenizer's end of sequence.
     """
     llm = values["tensorrt_llm"]
     preprocessing = values["preprocessing"]
@@ -38,7 +38,7 @@ def end_tokens_of(
     directories = [Path(str(directory)) for directory in (model, tokenizer_dir) if directory]
     # The simulated engine has no model: it makes the tokenizer's ids, whatever they are.
     vocabulary = None if engine == "simulated" else vocabulary_size(str(directories[0]))
-    ids = end_ids(configured, directories, tokenizers, vocabulary)
+    ids = end_ids(configured, directories, eos_token_id, vocabulary)
     # NVIDIA's preprocessing knows only the tokenizer's.
     return EndTokens(ids, named_in_requests=bool(ids) and not own_preprocessing(settings))
 

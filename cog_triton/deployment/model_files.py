@@ -19,11 +19,7 @@ def with_files(settings: Settings) -> Settings:
     source = settings.weights
     if source is None and settings.engine_dir is None and not Path(settings.model).is_dir():
         source = settings.model
-        in_hub = hub.HUB_ID.fullmatch(source) is not None
-        looks_like_path = source.startswith((".", "/", "models/")) or (
-            source.count("/") > 1 and not in_hub
-        )
-        if looks_like_path and "://" not in source and not Path(source).expanduser().exists():
+        if _looks_like_path(source) and not Path(source).expanduser().exists():
             raise ConfigurationError(f"MODEL={shown_url(source)} does not exist")
     model_file = local_gguf(settings, source)
     if model_file is not None:
@@ -42,6 +38,15 @@ def with_files(settings: Settings) -> Settings:
         directory = hub.fetch_from_hub(name, settings.hub_token, hub.WEIGHTS)
         settings = settings.model_copy(update={"tokenizer": str(directory)})
     return settings
+
+
+def _looks_like_path(source: str) -> bool:
+    """Return whether a source is meant as a path, and not as a URL or the id of a model in a hub."""
+    if "://" in source:
+        return False
+    if source.startswith((".", "/", "models/")):
+        return True
+    return source.count("/") > 1 and hub.HUB_ID.fullmatch(source) is None
 
 
 def with_managed_weights(

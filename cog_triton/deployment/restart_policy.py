@@ -80,8 +80,8 @@ class RestartPolicy:
         if not isinstance(error, TritonPortTaken) and STARVED.search(str(error)) is None:
             return False
         if self._starts_at_once == STARTS_AT_ONCE:
-            # If the port is fixed, the error names its setting.
             return False
+        # If a fixed port is still taken, the next start fails with an error that names the setting.
         self._starts_at_once += 1
         return True
 

@@ -24,7 +24,8 @@ _ENGINES = {
     "transformers": "cog_triton.engines.transformers_start:create_transformers_engine",
     "vllm": "cog_triton.engines.vllm:VllmEngine",
 }
-# Engines whose instances can share one engine core.
+# Engines whose instances can share one engine core. The model tensorrt_llm adds the parameter ``shared``
+# if it has more than one instance.
 _SHARED = ("vllm", "simulated")
 # The values with which a penalty changes nothing.
 _NEUTRAL_PENALTIES = {

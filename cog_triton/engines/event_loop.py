@@ -167,6 +167,7 @@ class EventLoopEngine(Engine):
             async with aclosing(running.steps) as steps:
                 async for step in steps:
                     self.deliver(key, step)
+            # Without effect after a last step, with which the request left ``running``.
             self._fail(key, "it made no last step")
         except asyncio.CancelledError:
             # ``abort``, ``close`` and ``die`` have taken the request out of ``running`` before.

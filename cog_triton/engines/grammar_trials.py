@@ -36,7 +36,7 @@ LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, v
 class GrammarTrials:
     """Tries grammars in processes, one grammar at a time in each. Thread-safe.
 
-    A process that has nothing to do is kept for the next grammar.
+    One idle process is kept for the next grammar; further ones are ended.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,8 @@ def without_others(text: str) -> str:
 
     A schema that says nothing of other properties allows any, and some models never stop adding them.
     xgrammar, the default of vLLM and TensorRT-LLM, makes only those that are listed; llguidance makes any.
-    An object put together from parts is left as it is, and so is what is not a schema.
+    An object put together from parts is left as it is, and so is what is not a schema. Besides, patterns
+    get ASCII character classes, and formats that llguidance does not enforce are removed.
     """
     try:
         schema = json.loads(text)

@@ -125,6 +125,7 @@ class Guides:
         # The model may have more ids than the tokenizer; those are not allowed.
         masks[:, tokenizer.vocab_size :] = 0
         masks[:, [token for token in tokenizer.eos_tokens if token < self._vocabulary]] = 0
+        # The end tokens are the request's, and not the tokenizer's, which were just excluded.
         for each, allowed in zip(sequences, masks, strict=True):
             allowed[each.end_ids] = each.matcher.is_accepting()
             if each.error is None and (each.matcher.is_error() or not allowed.any()):

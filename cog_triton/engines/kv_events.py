@@ -100,7 +100,11 @@ class KvEvents:
 
 
 def stored(block_hash: int, parent: int | None, ids: list[int]) -> Event:
-    """Return the event of a block as one of blocks of KV_BLOCK_TOKENS; the last has the block's hash."""
+    """Return the event for a new block of the cache.
+
+    A block of the cache has more tokens than subscribers expect, so it is reported as several blocks of
+    KV_BLOCK_TOKENS. The last one has the hash of the cache's block; hashes for the others are made up.
+    """
     smaller_blocks = len(ids) // KV_BLOCK_TOKENS
     hashes = [(block_hash + number) % _HASHES for number in range(1, smaller_blocks)]
     return {

@@ -189,8 +189,10 @@ def with_file(
             cache = _merged(
                 variable, arguments[_KV_CACHE], extra[_KV_CACHE], section=f"{_KV_CACHE}."
             )
+            # In both, because ``convert`` may replace the whole section by the file's.
             arguments[_KV_CACHE] = cache
             extra[_KV_CACHE] = cache
+        # Even if ``convert`` merges them again, this warns of those that differ.
         merged = _merged(variable, arguments, extra)
         try:
             arguments = merged if convert is None else convert(arguments, extra, path)

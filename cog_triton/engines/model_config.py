@@ -20,8 +20,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def position_limit(config: Mapping[str, Any]) -> int | None:
     """Return the context of a model in tokens; None if its configuration does not say.
 
-    RoPE that is scaled by a factor stretches the context of training, which ``max_position_embeddings``
-    names for YaRN and linear scaling before and after the stretching: the greater number is the context.
+    RoPE that is scaled by a factor stretches the context of training. ``max_position_embeddings`` is the
+    length before the stretching in some configurations and after it in others, so the greater of the two
+    possible lengths is returned.
     """
     config = text_config(config)
     limit = next(filter(None, (_length(config.get(name)) for name in _LENGTHS)), None)

@@ -314,7 +314,7 @@ class Serving:
         self._on_step(sequence, _CLIENT_STOP)
 
     def _abort(self, sequence: _Sequence) -> None:
-        """Have the engine drop a sequence; one that cannot must not end the thread that asks."""
+        """Have the engine drop a sequence. A failure is only logged: it must not end the calling thread."""
         try:
             self.engine.abort(sequence.request.key)
         except Exception:

@@ -227,9 +227,11 @@ class SimulatedEngine(EventLoopEngine):
         if self._decoding == 1 or not (pace and self._costs.steps):
             self._origin = schedule.due
         if pace:
-            # A step that ends within a tick counts as one that ends now.
+            # The next end of a step, and steps end at the origin plus multiples of the pace. One that
+            # ends within a tick counts as one that ends now.
             early = schedule.due - TICK
-            schedule.due = early + (self._origin - early) % pace
+            seconds_to_end = (self._origin - early) % pace
+            schedule.due = early + seconds_to_end
 
     def _tokens_due(self, made: int, due: float) -> int:
         """Return how many tokens are due now, the next of them since the time ``due``.

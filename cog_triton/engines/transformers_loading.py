@@ -82,25 +82,29 @@ def model_class(config: Any) -> Any:
     return loader._model_mapping.get(type(config), None)
 
 
-def batching_problem(config: Any, kind: Any) -> str | None:
-    """Return why continuous batching cannot run the models of a class; None if it can."""
+def batching_problem(config: Any, architecture: Any) -> str | None:
+    """Return why continuous batching cannot run the models of a class; None if it can.
+
+    Args:
+        architecture: the class of models, such as LlamaForCausalLM.
+    """
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "has an encoder"
-    if kind._is_stateful:
+    if architecture._is_stateful:
         return "keeps a recurrent state (like Mamba and linear attention)"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _BATCHED_LAYERS)
     if others:
-        kinds = ", ".join(_LAYER_WORDS.get(kind, kind.replace("_", " ")) for kind in others)
-        return f"has {kinds} layers"
+        words = [_LAYER_WORDS.get(layer, layer.replace("_", " ")) for layer in others]
+        return f"has {', '.join(words)} layers"
     if getattr(text, "kv_lora_rank", None):
         return "compresses keys and values (multi-head latent attention)"
     family = text.model_type
     if family in _UNBATCHED_FAMILIES:
         return "has a custom attention"
-    if not kind._supports_attention_backend and family not in _BATCHED_FAMILIES:
+    if not architecture._supports_attention_backend and family not in _BATCHED_FAMILIES:
         return "has a custom attention"
-    if not kind._supports_sdpa and family not in _EAGER_FAMILIES:
+    if not architecture._supports_sdpa and family not in _EAGER_FAMILIES:
         return "has an attention that SDPA does not support"
     rope = getattr(text, "rope_parameters", None) or {}
     if family == "phimoe" and rope.get("rope_type") == "longrope":
@@ -147,8 +151,11 @@ def check_report(name: str, model: Any, report: Mapping[str, Any]) -> None:
 
 
 def _belongs_to_a_weight(model: Any, key: str) -> bool:
-    # Without its scale or bias, a layer computes something else. Weights of whole layers or towers that
-    # this model does not use are left out on purpose.
+    """Return whether an unexpected tensor is in a layer of the model, beside the layer's weight.
+
+    Without this scale or bias, the layer computes something else. Weights of whole layers or towers that
+    the model does not have are left out on purpose.
+    """
     parent = key.rpartition(".")[0]
     try:
         module = model.get_submodule(parent)

@@ -45,6 +45,7 @@ class FiniteCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> Any:
         """Cache the keys and values of a step's tokens, [1, heads, tokens, size]."""
+        # With a block table, it is FlashAttention that writes to the cache, and it keeps sequences apart.
         if kwargs.get("block_table") is None:
             sums = key_states.sum(dim=(0, 1, 3), dtype=torch.float32)
             sums += value_states.sum(dim=(0, 1, 3), dtype=torch.float32)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SequenceLengths = list[
-    tuple[int, int]
-    # For each sequence of a step: its tokens in the step, and the length that sets the frequencies.
-]
+# For each sequence of a step: its tokens in the step, and the length that sets the frequencies.
+SequenceLengths = list[tuple[int, int]]
 _BY_LENGTH = ("longrope", "dynamic")
 
 

@@ -98,6 +98,7 @@ class SequentialEngine(Engine):
                 continue
             try:
                 self._generate(row)
+                # Without effect after the last token, with which the request left ``running``.
                 self.fail(row, EngineFailure("the model ended the sequence before its last token"))
             except EngineError as error:
                 self.fail(row, error)

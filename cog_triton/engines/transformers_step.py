@@ -404,10 +404,18 @@ def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int
         speeds *= weights >= least.unsqueeze(-1)
     if not any(s.top_k > 0 or 0 < s.top_p < 1 for s in samplings):
         return speeds.argmax(dim=-1)
-    # top_k bounds the number of the likelier tokens, and top_p their weights' sum, by a share of what top_k
-    # leaves. With a top_k, TensorRT-LLM takes a top_p of 0 as none.
-    device = logits.device
-    vocabulary = logits.shape[-1]
+    number, weight = _limits(weights, samplings)
+    return _first_within(speeds, weights, number, weight)
+
+
+def _limits(weights: Tensor, samplings: list[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Return the limits of each row, [rows]: of the number of likelier tokens, and of their weights' sum.
+
+    A token may be chosen if it is below both. The number is top_k, and the sum is top_p, as a share of the
+    weights that top_k leaves. With a top_k, TensorRT-LLM takes a top_p of 0 as none.
+    """
+    device = weights.device
+    vocabulary = weights.shape[-1]
     numbers = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
     shares = [sampling.top_p if 0 < sampling.top_p < 1 else torch.inf for sampling in samplings]
     number = torch.tensor(numbers, device=device)
@@ -416,7 +424,7 @@ def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int
     if both:
         sums = weights[both].topk(max(numbers[i] for i in both)).values.cumsum(dim=-1)
         total[both] = sums.gather(-1, number[both].unsqueeze(-1) - 1).squeeze(-1)
-    return _first_within(speeds, weights, number, torch.tensor(shares, device=device) * total)
+    return number, torch.tensor(shares, device=device) * total
 
 
 def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ def on_device(arguments: Arguments, *, cpu: bool) -> Arguments:
             "tensorrt_llm: dtype float32 cannot be combined with lora_prefetch_dir: on a GPU, vLLM "
             "supports adapters only in float16 or bfloat16"
         )
+    # Even of a float32 checkpoint: vLLM halves it, as adapters demand.
     return arguments
 
 

@@ -68,7 +68,7 @@ def _make_request(original: Callable[..., Any], *arguments: Any) -> Any:
         del request.prompt_token_ids[-len(ids) :]
         request.num_prompt_tokens -= len(ids)
         request._output_token_ids.extend(ids)
-        # They count cached tokens of the prompt, and the output is none of them.
+        # These statistics count the cached tokens of the prompt, to which the delivered ids do not belong.
         request.prefill_stats = None
     return request
 

@@ -59,7 +59,8 @@ class TritonPythonModel:
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", ENGINE)
-        self._finds_texts = parameters.get("decoding_context") == "true"
+        # The variable is set for an engine in Python, which also finds stop words in texts.
+        self._engine_finds_texts = parameters.get("decoding_context") == "true"
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
@@ -117,7 +118,7 @@ class TritonPythonModel:
         queries = _renamed(inputs, BLS_TO_PREPROCESSING)
         tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
         prompts = _renamed(tokenized, PREPROCESSING_TO_ENGINE)
-        if not self._finds_texts:
+        if not self._engine_finds_texts:
             # TensorRT-LLM's C++ backend has no input for them.
             prompts.pop(STOP_WORDS_TEXT, None)
         for name in inputs.keys() - BLS_TO_PREPROCESSING.keys() - set(_DRAFTING):
@@ -133,6 +134,7 @@ class TritonPythonModel:
                 responses = self._call(self._llm, request_id, prompts, parameters, decoupled=True)
             for response in responses:
                 if response.has_error():
+                    # ``_outputs`` raises the error. Its sequence has ended, so only others need a stop.
                     unfinished -= 1
                 tensors = stub.without_end_token(_outputs(response), end_ids)
                 if not streams or flag(tensors, "is_final"):

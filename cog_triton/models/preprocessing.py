@@ -1,6 +1,6 @@
 """The preprocessing model: prompts and words to token ids. Shapes have the batch first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +52,7 @@ class Preprocessor:
         context_length = int(configured.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
-        # Where the engine takes more, which TensorRT-LLM's C++ backend may.
+        # Set if outputs must be limited here, because TensorRT-LLM's C++ backend does not know the limit.
         self._ends_at = context_length if configured.get("ends_at_max_seq_len") == "true" else None
         # The first one is the default of end_id; all backends understand the others as stop words.
         ends = model_end_ids(tokenizer, configured)
@@ -118,7 +118,7 @@ class Preprocessor:
         return [prompt_ids]
 
     def _output_lengths(self, inputs: Inputs, prompts: Sequence[Sequence[int]]) -> Array:
-        """Return the most tokens of each output, as far as the context has room for them."""
+        """Return the maximum number of tokens of each output, reduced to what the context has room for."""
         lengths = inputs["REQUEST_OUTPUT_LEN"].reshape(len(prompts), -1)
         if self._ends_at is None:
             return lengths
@@ -184,20 +184,28 @@ class Preprocessor:
             check_sampling({"logit_bias": tuple(logit_bias.items())})
         words = stub.words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.empty(0))
-        if not any(map(any, words)):
-            if not logit_bias:
-                return None
-            words = [[]] * batch
-            weights = np.empty(0)
+        has_words = any(map(any, words))
+        if not has_words and not logit_bias:
+            return None
+        bias = np.zeros((batch, self._vocabulary_size), np.float32)
+        if has_words:
+            self._add_words(bias, words, weights)
+        self._add_ids(bias, logit_bias)
+        return bias
+
+    def _add_words(self, bias: Array, words: Sequence[Sequence[str]], weights: Array) -> None:
+        """Add the weight of each word to the bias of its tokens, in the word's row of the batch."""
         if weights.size != sum(map(len, words)):
             raise InvalidParameter(
                 "embedding_bias_words and embedding_bias_weights must be the same length"
             )
-        bias = np.zeros((batch, self._vocabulary_size), np.float32)
-        for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):
+        for row, names, values in zip(bias, words, weights.reshape(len(bias), -1), strict=True):
             tokens_of_words = self._words.tokens_of(names)
             for tokens, value in zip(tokens_of_words, values, strict=True):
                 row[[token for token in tokens if token < self._vocabulary_size]] += value
+
+    def _add_ids(self, bias: Array, logit_bias: Mapping[int, float]) -> None:
+        """Add the bias of token ids, in all rows of the batch."""
         highest = max(logit_bias, default=0)
         if highest >= self._vocabulary_size:
             raise InvalidParameter(
@@ -205,7 +213,6 @@ class Preprocessor:
                 f"{self._vocabulary_size - 1}, not {highest}"
             )
         bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
-        return bias
 
 
 def _ids_of_words(

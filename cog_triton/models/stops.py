@@ -110,6 +110,7 @@ def server_path() -> str:
     It is that of the stub's shared memory, whose name ends with a UUID. The files with this beginning are
     removed with the shared memory.
     """
+    # The second argument of the stub, after the path of the model.
     region = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()
     return f"/dev/shm/{region[:-_UUID_CHARACTERS]}{os.getppid()}_"
 

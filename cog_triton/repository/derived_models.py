@@ -82,6 +82,7 @@ def ids_ensemble(ensemble: Any, configs: Mapping[str, Any]) -> Any | None:
     engine = configs.get(engine_step.model_name)
     if engine is not None and any(output.name == FRAMES for output in engine.output):
         names.append(FRAMES)
+    # The other outputs and inputs were for the steps that are gone.
     needed = {tensor for step in steps for tensor in step.input_map.values()}
     for step in steps[:maker]:
         made = {key: tensor for key, tensor in step.output_map.items() if tensor in needed}

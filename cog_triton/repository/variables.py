@@ -137,7 +137,7 @@ def known(model: str) -> dict[str, Variable]:
 def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     """Read values by model and variable from a YAML file, or raise ConfigurationError.
 
-    They are under ``server: {<model>: {args: {…}}}``, or that under ``instantiate``, as cog-triton had it.
+    They are under ``server: {<model>: {args: {…}}}``, or that under ``instantiate``, as in older releases.
     """
     try:
         document = _mapping(yaml.safe_load(path.read_bytes()), path, "the file")

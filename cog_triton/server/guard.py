@@ -261,7 +261,10 @@ def _read_process(pid: int) -> _Process | None:
 
 
 def _descendants(foreign: set[int]) -> dict[int, _Process]:
-    """Return this process's descendants; note other processes in ``foreign``, to read them once."""
+    """Return this process's descendants.
+
+    Other processes are added to ``foreign``, so that the next look does not read them again.
+    """
     pids = _pids() - {os.getpid()}
     foreign &= pids
     others: dict[int, _Process] = {}
@@ -398,6 +401,7 @@ class _Guard:
     def _stop(self) -> None:
         """Tell the server to stop, once."""
         if self._deadline is None:
+            # To know the models: a stop is finished when the stubs of all known ones have ended.
             self._look()
             number = _GROUP_STOP if self._role == "group" else signal.SIGTERM
             self._server.send_signal(number)

@@ -38,6 +38,7 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
         server = settings.tritonserver.resolve()
         if not server.is_file():
             raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is not a file")
+    # If the server is the wheel's, it comes with a stub and libraries.
     found = _wheel()
     if found is None or (server.is_file() and server != found.server.resolve()):
         found = Installation(server, server.parent.parent / "backends")

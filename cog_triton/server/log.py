@@ -203,6 +203,7 @@ def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
     """
     unfinished: defaultdict[tuple[int | None, str], str] = defaultdict(str)
     for line in lines:
+        # What is before the first tag; and then for each tag its rank, its stream and the piece behind it.
         untagged, *tagged = _TAG.split(line)
         key: tuple[int | None, str] = (None, "")
         if untagged or not tagged:
@@ -219,7 +220,10 @@ def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
 
 
 def describe_status(status: int | str | None) -> str:
-    """Describe an exit status, which is negative, or 128 more, for a signal."""
+    """Describe an exit status. For a signal, it is the negative number, or 128 plus the number.
+
+    None stands for a process that ended while the others ran.
+    """
     if status is None:
         return "while the others ran"
     status = int(status)

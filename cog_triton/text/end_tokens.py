@@ -45,7 +45,7 @@ class EndTokens:
 def end_ids(
     configured: Sequence[int],
     directories: Iterable[str | Path],
-    tokenizers: int | None,
+    eos_token_id: int | None,
     vocabulary: int | None = None,
 ) -> tuple[int, ...]:
     """Return the ids of all tokens that end an output, the tokenizer's first.
@@ -53,7 +53,7 @@ def end_ids(
     Args:
         configured: the user's, which replace all others.
         directories: of the model and its tokenizer; those that do not exist are skipped.
-        tokenizers: the tokenizer's end of sequence.
+        eos_token_id: the tokenizer's end of sequence.
         vocabulary: the number of ids that the model has, if it is known.
 
     Raises:
@@ -61,7 +61,7 @@ def end_ids(
     """
     if configured:
         return _checked(configured, vocabulary)
-    found: list[int] = [] if tokenizers is None else [tokenizers]
+    found: list[int] = [] if eos_token_id is None else [eos_token_id]
     for directory in directories:
         found += declared_end_ids(Path(directory))
     known = []
@@ -108,7 +108,8 @@ def tokenizer_end_id(directory: Path) -> int | None:
     Reading them takes a fraction of the time of loading the tokenizer.
 
     Raises:
-        LookupError: the files do not say; the tokenizer has to be loaded.
+        LookupError, TypeError, ValueError: the files do not say, or have another form; the tokenizer has to
+            be loaded.
     """
     config = _read_object(directory / "tokenizer_config.json")
     token = config["eos_token"]

@@ -19,8 +19,8 @@ class StopWordSearch:
         """Begin a text; special tokens are part of it as far as words have them."""
         self._words = frozenset(filter(None, words))
         self._longest = max(map(len, self._words), default=0)
-        # Looking for each word would take 0.1 ms a token with as many as a request may have.
-        # The lengths of the words that end with a character.
+        # The lengths of the words by their last character. To look for each word would take 0.1 ms a token,
+        # with as many words as a request may have.
         self._lengths: dict[str, set[int]] = {}
         for word in self._words:
             self._lengths.setdefault(word[-1], set()).add(len(word))
@@ -37,7 +37,8 @@ class StopWordSearch:
         """Add a token to the text; return whether a word is complete with it."""
         before = len(self._end_of_text)
         text = self._end_of_text + self._detokenizer.decode([token])
-        # Bytes that another token may still turn into something else: a line break among them counts.
+        # Text that the detokenizer holds back, because the next token may change it. A word may end in it,
+        # such as a line break that came as a byte, but not in a character that is incomplete.
         pending = self._detokenizer.pending()
         if _INCOMPLETE in pending:
             pending = ""

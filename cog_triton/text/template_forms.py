@@ -224,9 +224,9 @@ def _with_text(call: Any) -> Any:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object; a text that is none becomes a value of it.
+    """Return a call whose arguments are an object. Any others become its only value, named ``arguments``.
 
-    Agents send back what a model wrote, also where it was cut off.
+    Agents send back what a model wrote, even if it was cut off and is not JSON.
     """
     match call:
         case {"function": {"arguments": dict()}}:

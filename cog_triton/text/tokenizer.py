@@ -180,16 +180,19 @@ def remote_code_lock() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _longest_token(tokenizer: Tokenizer) -> int:
-    # It stands for a space, which words are without.
+    # One more for the space before a token, which some vocabularies leave out.
     return max(map(len, tokenizer.get_vocab())) + 1
 
 
 def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
-    """Return the limits of a prompt that is worth tokenizing; None if only the engine knows its length.
+    """Return the limits of a text: a longer one cannot fit the context, so it is not worth tokenizing.
 
     The longest token bounds the characters of a text. (Byte-level vocabularies count bytes, which are at
     least as many.) A tokenizer may take more characters for one token, all white space say; a text that
     relies on that is taken for too long.
+
+    Args:
+        context_length: in tokens; None if only the engine knows it.
     """
     if context_length is None:
         return TextLimits()

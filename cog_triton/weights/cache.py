@@ -195,9 +195,9 @@ def display_url(url: str) -> str:
 def _fetch_file(source: _Source, cache: Path) -> Path:
     """Return the directory of the model in a tar or GGUF file, unpacked into the cache if need be."""
     shown = source.shown
+    # What cannot be used is refused before the download.
     is_zstd = shown.lower().endswith((".tar.zst", ".tzst"))
     if is_zstd and "zst" not in tarfile.TarFile.OPEN_METH:
-        # Before the download.
         raise ConfigurationError(f"{shown} {ZSTD}")
     gguf.refuse_split(shown, [_gguf_name(shown)])
     entry = cache.expanduser().absolute() / hashlib.sha256(source.url.encode()).hexdigest()
@@ -409,7 +409,10 @@ def unpack(archive: Path, directory: Path, shown: str) -> None:
 
 
 def _check_links(directory: Path) -> None:
-    """Raise FilterError for a link out of a directory: the filter sees a link before those after it."""
+    """Raise FilterError for a link out of a directory.
+
+    tarfile's filter checks a link when it is unpacked. Links after it may change where it leads.
+    """
     root = os.path.realpath(directory)
     for path in directory.rglob("*"):
         if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):

@@ -48,7 +48,7 @@ _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 def gguf_file(path: Path) -> Path | None:
     """Return the GGUF file that a path is, or that is the only model in it; None if there is none.
 
-    A file of another name is one by its first bytes: those that Ollama keeps are named after their hashes.
+    A file without the suffix is recognized by its first bytes: Ollama names its files after their hashes.
     """
     if path.is_file():
         if path.suffix.lower() != SUFFIX and not has_magic(path):

@@ -64,6 +64,7 @@ def read_details(file: Path) -> Details:
 
 
 def _rope(fields: dict[str, Any], factors: dict[str, Numbers]) -> dict[str, Any] | None:
+    """Return the rope_parameters that a file scales its rotary embedding by; None without a scaling."""
     architecture = fields["general.architecture"]
 
     def value(name: str) -> Any:

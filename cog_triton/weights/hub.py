@@ -58,7 +58,8 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     Args:
         source: org/name, org/name:QUANTIZATION or org/name/FILE.gguf, and @REVISION behind it.
         token: access token; the one that ``hf auth login`` keeps when None.
-        without: patterns of files that are not needed, for a tokenizer say.
+        without: patterns of files that are not needed, for a tokenizer say. With any, the directory is
+            returned, and no GGUF file is looked for.
     """
     match = HUB_ID.fullmatch(source)
     if match is None:

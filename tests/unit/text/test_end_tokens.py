@@ -47,21 +47,21 @@ def model(directory: Path, **files: Any) -> Path:
 def test_all_that_are_named_anywhere(
     tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert end_ids((), [model(tmp_path, **files)], tokenizers=2) == expected
+    assert end_ids((), [model(tmp_path, **files)], eos_token_id=2) == expected
 
 
 def test_configured_ones_replace_the_others(tmp_path: Path) -> None:
     directory = model(tmp_path, generation_config={"eos_token_id": [5, 6]})
-    assert end_ids((1, 106, 1), [directory], tokenizers=2, vocabulary=200) == (1, 106)
+    assert end_ids((1, 106, 1), [directory], eos_token_id=2, vocabulary=200) == (1, 106)
     with pytest.raises(ConfigurationError, match="END_ID: 106 is not a token id of the model"):
-        end_ids((1, 106), [directory], tokenizers=2, vocabulary=106)
+        end_ids((1, 106), [directory], eos_token_id=2, vocabulary=106)
 
 
 def test_ids_beyond_the_vocabulary_are_left_out_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model(tmp_path, generation_config={"eos_token_id": [5, 100, 99]})
-    assert end_ids((), [directory], tokenizers=2, vocabulary=100) == (2, 5, 99)
+    assert end_ids((), [directory], eos_token_id=2, vocabulary=100) == (2, 5, 99)
     assert "end token 100 is ignored" in caplog.text
 
 
@@ -69,14 +69,14 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "generation_config.json").write_bytes(b'{"eos_token_id": \xff')
-    assert end_ids((), [model(tmp_path, config={"eos_token_id": 9})], tokenizers=None) == (9,)
+    assert end_ids((), [model(tmp_path, config={"eos_token_id": 9})], eos_token_id=None) == (9,)
     assert "generation_config.json cannot be read" in caplog.text
 
 
 def test_without_any_a_warning_says_what_to_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert end_ids((), [tmp_path / "missing"], tokenizers=None) == ()
+    assert end_ids((), [tmp_path / "missing"], eos_token_id=None) == ()
     assert "set END_ID" in caplog.text
 
 
