@@ -78,6 +78,10 @@ class Connections:
             _, connection = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         except asyncio.TimeoutError:
             raise OSError(f"no connection in {CONNECT_SECONDS:g} s") from None
+        if self._closed:
+            # Before Python 3.12, wait_for ignores a cancellation that comes together with its result.
+            connection.close(CLOSED)
+            raise asyncio.CancelledError
         self.all.append(connection)
         return connection
 

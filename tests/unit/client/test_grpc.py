@@ -556,6 +556,32 @@ def full_listener() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+async def test_no_connection_outlives_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[connection.Connection] = []
+
+    class Recorded(connection.Connection):
+        def __init__(self, authority: str) -> None:
+            super().__init__(authority)
+            made.append(self)
+
+    monkeypatch.setattr(connections, "Connection", Recorded)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        # Closed at each moment of the attempt: one of them is between the connection and its return.
+        for moment in range(20):
+            several = connections.Connections(address)
+            waiting = asyncio.create_task(several.with_room())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            several.close("closed")
+            await asyncio.gather(waiting, return_exceptions=True)
+            # A transport reports its end in a later turn of the event loop.
+            for _ in range(3):
+                await asyncio.sleep(0)
+            left = [each for each in made if not each.closed and hasattr(each, "_transport")]
+            assert not left, moment
+
+
 @pytest.mark.parametrize("is_shared", [True, False], ids=["on the stream", "on calls of their own"])
 async def test_requests_wait_together_for_a_peer_that_drops_packets(
     is_shared: bool, monkeypatch: pytest.MonkeyPatch
