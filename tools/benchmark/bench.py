@@ -95,10 +95,14 @@ def pace(environment: Environment, directory: Path) -> Found:
     # The lengths differ, so that requests do not all begin at the same moment.
     load = Load(STREAMS, requests=8 * STREAMS, output_stddev=32)
     with started("cog", one_token_engine(environment, directory, PACE_MS), directory) as running:
-        yield (stack := measure(running, CogSse, load, "paced"))
-        yield (engine := measure(running, TritonEngine, load, "paced"))
-    name, found = f"{STREAMS} streams at {1000 / PACE_MS:g} tokens/s", stack.figures
-    added, gap = stack.ttft - engine.ttft, found["gap_ms_p99"]
+        stack = measure(running, CogSse, load, "paced")
+        yield stack
+        engine = measure(running, TritonEngine, load, "paced")
+        yield engine
+    name = f"{STREAMS} streams at {1000 / PACE_MS:g} tokens/s"
+    found = stack.figures
+    added = stack.ttft - engine.ttft
+    gap = found["gap_ms_p99"]
     yield Check(f"{name}: tokens per core-second", found["tokens_per_core_second"], 5_000)
     yield Check(f"{name}: TTFT p50 above the tensorrt_llm model's", added, 15, "ms", least=False)
     yield Check(f"{name}: gap between chunks p99", gap, 2 * PACE_MS, "ms", least=False)
@@ -122,9 +126,11 @@ def long_outputs(environment: Environment, directory: Path) -> Found:
     """The same work for each token however many came before it: one token a response, through Cog."""
     given = {**environment, **simulated(directory, each_token=True)}
     with started("cog", given, directory) as running:
-        yield (short := measure(running, CogSse, Load(16, requests=256), "128 tokens"))
+        short = measure(running, CogSse, Load(16, requests=256), "128 tokens")
+        yield short
         load = Load(16, requests=16, output_tokens=4096)
-        yield (long := measure(running, CogSse, load, "4,096 tokens"))
+        long = measure(running, CogSse, load, "4,096 tokens")
+        yield long
     grown = memory(long) / memory(short)
     yield Check("tokens/s at 4,096 output tokens / at 128", long.rate / short.rate, 0.9)
     yield Check("memory at 4,096 output tokens / at 128", grown, 1.1, least=False)

@@ -158,9 +158,13 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
         return call(client, *arguments, **options)
 
     def ended(id: str) -> tuple[str, str]:
-        while (own := again(batch.ask, "GET", f"/v1/responses/{id}").json())["status"] in RUNNING:
+        while True:
+            response = again(batch.ask, "GET", f"/v1/responses/{id}").json()
+            if response["status"] not in RUNNING:
+                break
             time.sleep(LOOK_SECONDS)
-        return own["status"], "".join(item["content"][0]["text"] for item in own["output"])
+        texts = [item["content"][0]["text"] for item in response["output"]]
+        return response["status"], "".join(texts)
 
     # Without keep-alive, any of the processes gets the next request: each grows with its first batch.
     options: Any = {"headers": {"Connection": "close"}, "timeout": BACK_SECONDS}
