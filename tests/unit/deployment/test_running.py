@@ -207,6 +207,18 @@ def test_an_error_that_nobody_expected_is_a_failed_start(
     run(Broken, test)
 
 
+def test_who_waits_for_a_server_learns_that_there_will_be_none() -> None:
+    async def test(starter: Starter, supervisor: Any) -> None:
+        first = supervisor.running
+        waiting = asyncio.create_task(supervisor.after(first, 60))
+        first.end.set()
+        with pytest.raises(TritonUnavailable, match=r"will not be restarted: .*attempt 4"):
+            await waiting
+        assert len(starter.servers) == 1
+
+    run(lambda: Starter(2, 3, 4), test, restarts=3)
+
+
 def policy_at(now: list[float], **settings: Any) -> RestartPolicy:
     given = {"restarts": 2, "restart_window": 60.0, **settings}
     return RestartPolicy(read_settings({}).model_copy(update=given), lambda: now[0])
