@@ -105,15 +105,22 @@ def _end(process: "Popen[str]") -> None:
     process.communicate()
 
 
+def _lower_limit(kind: int, amount: int) -> None:
+    """Limit a resource of this process, within the hard limit that a cluster or a shell may have set."""
+    _, hard = resource.getrlimit(kind)
+    soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(kind, (soft, hard))
+
+
 def main() -> None:
     """Answer each line of standard input, a grammar as JSON, with the problem of that grammar."""
     end_with_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
     # Whether a grammar compiles does not depend on the tokenizer: the tokens of this one are the bytes.
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
         spent = math.ceil(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
+        _lower_limit(resource.RLIMIT_CPU, spent + SECONDS)
         matcher = LLMatcher(tokenizer, json.loads(line), limits=LIMITS, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()

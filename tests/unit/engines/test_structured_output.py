@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from cog_triton.engines.grammars import grammar, without_others
 from cog_triton.engines.guides import Guided, Guides
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from tests.late import transformers
+from tests.support import ROOT
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 
 pytestmark = pytest.mark.slow
@@ -257,6 +260,21 @@ def test_a_guide_that_becomes_too_costly_ends_its_request_alone(ask: Any, llm: R
     assert "guided_decoding_guide: " in str(error)
     assert other.wait().ids
     assert len(llm.engine.running) == 0
+
+
+def test_a_trial_keeps_within_the_hard_limits_of_its_process() -> None:
+    """As in a job of Slurm or after ulimit: raising a hard limit takes the rights of root."""
+    program = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (50, 100))\n"
+        "from cog_triton.engines import grammar_trials\n"
+        "grammar_trials.main()\n"
+        "assert resource.getrlimit(resource.RLIMIT_CPU)[1] == 100\n"
+    )
+    command = [sys.executable, "-c", program]
+    text = json.dumps('start: "a"')
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == '""'
 
 
 def test_the_checks_process_is_started_again_when_it_was_ended(tokenizer: Any) -> None:
