@@ -40,7 +40,8 @@ def run(command: Sequence[str]) -> int:
 def _sent_to_group(sender: int) -> bool:
     """Return whether a SIGTERM reached the command by itself: a second one would mean "at once".
 
-    `timeout` sends it to make and to make's process group; make passes it on to this process only.
+    `timeout` sends it to make and to make's process group; make passes it on to this process only. Linux
+    keeps one of two signals that come before this process runs. If that is make's, the command gets two.
     """
     make = os.getppid()
     senders = {sender}
