@@ -49,6 +49,8 @@ LOCK = "lock"
 ENVIRONMENTS = Path("/tmp")
 # From a tritonserver's start until it makes its directory there.
 ENVIRONMENT_SECONDS = 60.0
+# By which a new directory may seem older than its server: their times come from clocks of milliseconds.
+CLOCK_SECONDS = 1.0
 
 # Names of programs, as the kernel shortens them
 
@@ -584,7 +586,7 @@ def remove_environments() -> None:
         with contextlib.suppress(OSError):
             status = directory.stat()
             ages = [status.st_mtime - start for start in starts]
-            may_be_used = any(0 <= age <= ENVIRONMENT_SECONDS for age in ages)
+            may_be_used = any(-CLOCK_SECONDS <= age <= ENVIRONMENT_SECONDS for age in ages)
             if status.st_uid == os.getuid() and not may_be_used:
                 directory.rmdir()
 
