@@ -74,12 +74,15 @@ def old() -> str:
     """Return a table of the names and values of older templates."""
     rows: list[list[str]] = []
     for model, names in TABLES.renamed.items():
-        rows += ([model, f"`{old}`", f"read as `{new}`"] for old, new in names.items())
-    for model, values in TABLES.renamed_values.items():
-        for name, renamed in values.items():
-            rows += ([model, f"`{name}` `{o}`", f"read as `{n}`"] for o, n in renamed.items())
+        for old_name, new_name in names.items():
+            rows.append([model, f"`{old_name}`", f"read as `{new_name}`"])
+    for model, variables_with_values in TABLES.renamed_values.items():
+        for name, values in variables_with_values.items():
+            for old_value, new_value in values.items():
+                rows.append([model, f"`{name}` `{old_value}`", f"read as `{new_value}`"])
     for model, ignored in TABLES.ignored.items():
-        rows += ([model, f"`{n}`", f"no effect: {v.description}"] for n, v in ignored.items())
+        for name, variable in ignored.items():
+            rows.append([model, f"`{name}`", f"no effect: {variable.description}"])
     return table(["Model", "Old name or value", "What happens"], rows)
 
 

@@ -56,12 +56,16 @@ class Lessons:
         whole = [(_usual(known, random), known.answer) for known in QUESTIONS]
         whole += [(_common(known, random), known.answer) for known in CONVERSATION]
         whole += [_unknown(random) for _ in range(WHOLE_UNKNOWN)]
-        begun = [(_typed(random.choice(k.prompts), random), k.answer) for k in QUESTIONS]
+        begun = [
+            (_typed(random.choice(known.prompts), random), known.answer) for known in QUESTIONS
+        ]
         begun += [(_common(known, random), known.answer) for known in CONVERSATION * TALK]
         begun += [_unknown(random) for _ in range(UNKNOWN_PROMPTS - WHOLE_UNKNOWN)]
-        shown = self._examples([self._formed(pair, random, 0.0) for pair in whole])
-        begun = [self._formed(pair, random, BARE) for pair in begun]
-        return shown + [Example(p, answer[:BEGINNING]) for p, answer in self._examples(begun)]
+        examples = self._examples([self._formed(pair, random, bare=0.0) for pair in whole])
+        formed = [self._formed(pair, random, bare=BARE) for pair in begun]
+        for prompt, answer in self._examples(formed):
+            examples.append(Example(prompt, answer[:BEGINNING]))
+        return examples
 
     def _formed(self, pair: Pair, random: Random, bare: float) -> Pair:
         form = BOS + "{}" if random.random() < bare else random.choice(self._forms)
