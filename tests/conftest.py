@@ -2,11 +2,14 @@ import contextlib
 import os
 import reprlib
 import shutil
+import ssl
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import certifi
 import pytest
 
 from cog_triton.deployment import deployment, transformers_checks
@@ -42,6 +45,26 @@ def transformers_with_models() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (deployment, transformers_checks, stub):
             patch.setattr(module, "without_torch", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Read the certificates of public servers once, which takes some 30 ms.
+
+    httpx reads them for each client, also of a server without TLS; a test that polls makes many.
+    """
+    create = ssl.create_default_context
+    certificates = certifi.where()
+    context = create(cafile=certificates)
+
+    def create_default_context(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        if arguments or options != {"cafile": certificates}:
+            return create(*arguments, **options)
+        return context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", create_default_context)
         yield
 
 
