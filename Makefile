@@ -138,9 +138,9 @@ test-rare: $(DEVELOPED)
 	$(MAKE) $(DYNAMO_STAMP) || echo "Dynamo cannot be installed: its tests are skipped"
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
-# The fast half, on all cores, but for what takes seconds, such as models that compute.
+# The fast part: no Triton, no Cog and no model that computes.
 test-unit: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n logical -m "not slow and not rare" tests/unit
+	$(BIN)/python -m pytest -q -n logical -m "not rare" tests/unit
 
 # OpenAI's API with third-party clients and routers. GuideLLM, Ray and the frameworks need other versions of
 # NumPy, uvicorn and openai, so each has a separate environment.
@@ -153,12 +153,12 @@ test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(FRAMEWORKS_STAMP) $(AIDER_STAMP
 
 # The tests of whole answers with ENGINE=vllm, on vLLM's build for CPUs, in an environment of its own.
 test-vllm: $(VLLM_STAMP)
-	.venv-vllm/bin/python -m pytest -q -k vllm tests/unit/engines
+	.venv-vllm/bin/python -m pytest -q -k vllm tests/unit/engines tests/compute
 	.venv-vllm/bin/python -m pytest -q --engine vllm tests/integration/test_vllm.py $(VLLM_ANSWERS)
 
 # Dynamo's frontend and workers: answers, kills and the drain; of many streams under kills, a thousand.
 test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
-	STREAMS=1000 $(BIN)/python -m pytest -q -rs tests/unit/api/test_dynamo.py tests/unit/engines/test_kv_events.py \
+	STREAMS=1000 $(BIN)/python -m pytest -q -rs tests/unit/api/test_dynamo.py tests/compute/test_kv_events.py \
 		tests/integration/test_dynamo.py tests/integration/test_machines.py
 
 # Lines and branches that make test runs, in all processes that import site-packages: not the guard's, which does

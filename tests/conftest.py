@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import os
 import reprlib
 import shutil
@@ -124,9 +125,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 # Servers that are started once for all tests that only send them requests.
 SHARED_SERVERS = ("cog_server", "paced_cog_server")
-# Files that compute with PyTorch, whose import takes seconds: one process runs them.
+# Those of tests/compute: PyTorch takes seconds to import, so one process runs them.
 COMPUTE = "tests that compute with PyTorch"
-COMPUTING = ("unit/engines/*.py", "unit/adapters/test_tensors.py", "unit/weights/test_gguf.py")
 FIRST_GROUPS = (*SHARED_SERVERS, COMPUTE)
 
 
@@ -149,7 +149,7 @@ def group_of(item: pytest.Item) -> str:
     definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if shared := [name for name in SHARED_SERVERS if name in definitions]:
         return shared[0]
-    if any(item.path.match(f"tests/{pattern}") for pattern in COMPUTING):
+    if item.path.match("tests/compute/*.py"):
         return COMPUTE
     of_module = any(found[-1].scope == "module" for found in definitions.values())
     alone = "integration" in item.path.parts and not of_module
@@ -165,6 +165,22 @@ def demo_model(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(str(demo_model))
+
+
+@pytest.fixture(scope="module")
+def fake_tensorrt_llm() -> Iterator[Any]:
+    """The fake as the package tensorrt_llm, even where the real one is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in loaded_tensorrt_llm():
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(str(ROOT / "tests/fakes"))
+        yield importlib.import_module("tensorrt_llm")
+        for name in loaded_tensorrt_llm():
+            del sys.modules[name]
+
+
+def loaded_tensorrt_llm() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]
 
 
 @pytest.fixture

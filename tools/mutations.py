@@ -3,9 +3,9 @@
 python -m tools.mutations --count 20 --seed 46 --integration
 
 Conditions are inverted, comparisons changed, and awaits dropped, in a copy of the last commit, whose tests
-should pass. The unit tests of the changed file's package run first, then, with --integration, the tests of
-servers that use it. A change that no test notices is printed as "survived", and the exit status is 1 if
-more than a tenth survive.
+should pass. The unit tests of the changed file's package run first, with those of tests/compute where they
+test it, and with --integration the tests of servers that use it. A change that no test notices is printed
+as "survived", and the exit status is 1 if more than a tenth survive.
 """
 
 import argparse
@@ -35,6 +35,8 @@ CHANGED_COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Is: "is not",
     ast.IsNot: "is",
 }
+# The packages that tests/compute tests.
+COMPUTING_PACKAGES = ("adapters", "engines", "weights")
 # Tests of servers by the package of the changed file.
 INTEGRATION_TESTS = {
     "adapters": ["test_openai_lora.py"],
@@ -111,6 +113,11 @@ def unit_tests(file: Path) -> Path:
     return directory
 
 
+def compute_tests(file: Path) -> list[Path]:
+    """Return the tests that compute with PyTorch, if they test the file's package."""
+    return [Path("tests/compute")] if file.parts[1] in COMPUTING_PACKAGES else []
+
+
 def integration_tests(file: Path) -> list[Path]:
     names = INTEGRATION_TESTS.get(file.parts[1], OTHER_INTEGRATION_TESTS)
     return [Path("tests/integration", name) for name in names]
@@ -138,7 +145,7 @@ def is_caught(mutation: Mutation, checkout: Path, *, integration: bool) -> bool:
     """Return whether a test fails with a change."""
     mutation.apply(checkout)
     try:
-        if not tests_pass(checkout, [unit_tests(mutation.file)]):
+        if not tests_pass(checkout, [unit_tests(mutation.file), *compute_tests(mutation.file)]):
             return True
         return integration and not tests_pass(checkout, integration_tests(mutation.file))
     finally:

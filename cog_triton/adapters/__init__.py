@@ -5,5 +5,5 @@
     layers.py      adapters in the transformers engine's model; peft_files.py reads them
 
 May import ``errors``, ``protocol`` and ``request.limits``. After a change:
-pytest tests/unit/adapters tests/unit/engines/test_lora.py
+pytest tests/unit/adapters tests/compute/test_adapter_tensors.py tests/compute/test_lora.py
 """

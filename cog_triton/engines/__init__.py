@@ -12,5 +12,5 @@
     simulated.py       tokens without a model
 
 May import ``adapters``, and of ``text`` the tokenizer and how much context a detokenizer needs.
-After a change: pytest tests/unit/engines
+After a change: pytest tests/unit/engines tests/compute
 """

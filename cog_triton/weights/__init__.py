@@ -11,4 +11,5 @@ URLs may carry secrets, in a password or a signature. Messages, logs and files s
 (``display_url``); only ``pget`` gets one whole, on its command line.
 
 May import ``errors``, ``redaction`` and ``processes``. After a change: pytest tests/unit/weights
+tests/compute/test_gguf.py
 """

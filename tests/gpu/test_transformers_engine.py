@@ -11,7 +11,7 @@ import torch
 
 from cog_triton.engines.base import SamplingParams
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.unit.engines.conftest import running
+from tests.engines import running
 from tools.demo_model.corpus import PAIRS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

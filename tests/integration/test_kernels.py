@@ -19,7 +19,7 @@ KERNELS = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
 # The engines that do not compute with PyTorch left out, and what takes long for other reasons.
-COMPUTES = ("tests/unit/engines", "tests/unit/adapters", "-k=not simulated and not llmapi")
+COMPUTES = ("tests/compute", "-k=not simulated and not llmapi")
 TRAIN = (
     "import sys; from pathlib import Path; from tools.demo_model import make_demo_model; "
     "make_demo_model(Path(sys.argv[1]))"
@@ -57,5 +57,5 @@ def test_the_model_that_ships(kernels: str) -> None:
 def test_a_model_that_is_trained_with_the_narrowest(tmp_path: Path) -> None:
     model = tmp_path / "demo"
     run("every x86-64", "-c", TRAIN, str(model))
-    trained = "tests/unit/tools/test_demo_model.py"
+    trained = "tests/compute/test_demo_model.py"
     run_tests("every x86-64", "-m=not rare", f"--demo-model={model}", trained)

@@ -113,7 +113,7 @@ def test_what_a_request_may_ask_for(server: TritonServer) -> None:
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="about vLLM's build for CPUs")
 def test_an_adapter_is_refused_by_the_build_for_cpus(server: TritonServer) -> None:
-    """Which would apply it to other requests of the batch; tests/unit/engines has them alone."""
+    """Which would apply it to other requests of the batch; tests/compute has them alone."""
     reply = post(server, max_tokens=40, lora_task_id=1)
     assert reply.status_code == 400
     assert "does not support lora_task_id" in reply.text

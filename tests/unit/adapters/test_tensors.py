@@ -11,7 +11,6 @@ from safetensors.numpy import save, save_file
 from cog_triton.adapters.tensors import BFLOAT16, AdapterTensors, Array, converted, read_adapter
 from cog_triton.errors import InvalidParameter
 from cog_triton.protocol.parameters import adapter_task_id
-from tests.late import safetensors_torch, torch
 
 LAYER = "base_model.model.model.layers.3"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8}
@@ -52,22 +51,6 @@ def saved(directory: Path, tensors: dict[str, Array], **config: Any) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
-
-
-def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) -> None:
-    values = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
-    values[0, :3] = torch.tensor([1.00390625, 1.01171875, -1.00390625])  # halfway
-    named = {name: values if "_A" in name else values.T.contiguous() for name in Q}
-    plain = {name: tensor.numpy() for name, tensor in named.items()}
-    read = read_adapter(saved(tmp_path / "a", plain, lora_alpha=2), "bfloat16")
-    bits = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    assert read["lora_weights"].dtype == BFLOAT16
-    assert read["lora_weights"].view(np.uint16)[0, 0, :600].tolist() == bits.ravel().tolist()
-    adapter = saved(tmp_path / "b", Q, lora_alpha=2)
-    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
-    safetensors_torch.save_file(rounded, adapter / "adapter_model.safetensors")
-    again = read_adapter(adapter, "bfloat16")
-    assert again["lora_weights"].tobytes() == read["lora_weights"].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from cog_triton.api.cog.replicate.prediction import Prediction
 from tests.unit.api.openai.support import MESSAGES
 from tests.unit.api.ports import CogPort, OpenAIPort
 
-pytestmark = pytest.mark.slow
 BIG, HALF = 10**25, "\ud800"
 SCALARS = (
     st.none()

@@ -17,7 +17,6 @@ import pytest
 
 from tests.unit.api.ports import CogPort, OpenAIPort, Port
 
-pytestmark = pytest.mark.slow
 LOOP_SECONDS = 0.25  # 0.1 on a machine that does nothing else
 ALL_SECONDS = 3.0  # what was refused took up to 10
 BYTES = 15_000_000

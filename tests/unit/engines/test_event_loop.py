@@ -13,7 +13,7 @@ import pytest
 from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRequest, Step
 from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.engines.serving import Output, Serving
-from tests.unit.engines.conftest import TIMEOUT, Requests, Stream, request
+from tests.engines import TIMEOUT, Requests, Stream, request
 
 BROKEN = RuntimeError("the library broke")
 

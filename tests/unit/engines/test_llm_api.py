@@ -17,10 +17,13 @@ from cog_triton.engines.base import EngineError, SamplingParams, Step, create_en
 from cog_triton.engines.library_arguments import ARGUMENTS
 from cog_triton.engines.llm_api import context_length, is_forgetful
 from cog_triton.errors import error_from_text
-from tests.unit.engines.conftest import TESTS, Requests, request
+from tests.engines import Requests, request
+from tests.support import ROOT
 from tests.unit.engines.test_library import LLM_API_REQUESTS
 
-CONTRACT: dict[str, Any] = json.loads((TESTS / "contracts/tensorrt_llm_llm_api.json").read_text())
+CONTRACT: dict[str, Any] = json.loads(
+    (ROOT / "tests/contracts/tensorrt_llm_llm_api.json").read_text()
+)
 # Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
 READ = {"build_config", "sampler_type"}
 HONOURS_ALL = "1.3.0rc26"

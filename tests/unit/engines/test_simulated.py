@@ -27,8 +27,8 @@ from cog_triton.engines.simulated_text import text_ids
 from cog_triton.errors import EngineUnavailable
 from cog_triton.repository.fill import fill_repository, read_config
 from cog_triton.settings import read_settings
+from tests.engines import ENGINES, running
 from tests.support import ROOT
-from tests.unit.engines.conftest import ENGINES, running
 
 TEXT = [10, 11, 12, 13]
 

@@ -1,6 +1,6 @@
 """What a start of the demo model imports, process by process: time that every start takes.
 
-The engine's process: tests/unit/engines/test_transformers_start.py.
+The engine's process: tests/compute/test_transformers_start.py.
 """
 
 import subprocess

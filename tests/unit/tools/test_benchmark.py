@@ -152,7 +152,6 @@ def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.slow
 def test_an_engine_beside_the_stack(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

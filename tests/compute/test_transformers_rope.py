@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import SamplingParams
+from tests.engines import Requests, running
 from tests.late import torch, transformers
 from tests.tiny_models import save_tiny_model
-from tests.unit.engines.conftest import Requests, running
-
-pytestmark = pytest.mark.slow
 
 TRAINED = 64
 TOKENS = 16

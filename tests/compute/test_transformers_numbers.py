@@ -7,11 +7,9 @@ import pytest
 
 from cog_triton.engines.base import SamplingParams
 from cog_triton.errors import EngineFailure, LogitsNotFinite, error_from_text
+from tests.engines import Requests, running
 from tests.late import safetensors_torch, torch, transformers_numbers
 from tests.tiny_models import save_tiny_model
-from tests.unit.engines.conftest import Requests, running
-
-pytestmark = pytest.mark.slow
 
 DAMAGED = 250  # the token whose embedding is not finite
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cog_triton.protocol.names import KV_BLOCK_TOKENS
+from tests.engines import ENGINES, TIMEOUT, Requests, running
 from tests.late import transformers_engine
 from tests.support import wait_until
-from tests.unit.engines.conftest import ENGINES, TIMEOUT, Requests, running
 
 msgspec = pytest.importorskip("msgspec", reason="Dynamo is not installed: make test-dynamo")
 zmq = pytest.importorskip("zmq")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import queue
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,9 +15,7 @@ import pytest
 from cog_triton.engines.base import Engine, GenerationRequest, SamplingParams, Step, create_engine
 from cog_triton.protocol.log_probs import TokenLogProb
 from tests.late import torch
-from tools.demo_model.corpus import PAIRS
 
-TESTS = Path(__file__).resolve().parents[2]
 TIMEOUT = 60
 PROMPT = [5, 6, 7, 8, 9]
 # So hot that every token is about as likely as any other, whatever the model has learned: two seeds give
@@ -45,9 +41,7 @@ ENGINES: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 VLLM = pytest.param("vllm", marks=NEEDS_VLLM)
-TRANSFORMERS = pytest.param("transformers", marks=pytest.mark.slow)  # imports PyTorch
-MARKED = {"transformers": TRANSFORMERS, "vllm": VLLM}
-EVERY_ENGINE = [MARKED.get(name, name) for name in sorted(ENGINES)]
+EVERY_ENGINE = [VLLM if name == "vllm" else name for name in sorted(ENGINES)]
 _keys = count(1)
 
 
@@ -123,32 +117,3 @@ def running(parameters: dict[str, str], **more: str) -> Iterator[Any]:
         yield Requests(engine)
     finally:
         engine.close()
-
-
-@pytest.fixture(scope="module")
-def fake_tensorrt_llm() -> Iterator[Any]:
-    """The fake as the package tensorrt_llm, even where the real one is installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _loaded():
-            patch.delitem(sys.modules, name)
-        patch.syspath_prepend(str(TESTS / "fakes"))
-        yield importlib.import_module("tensorrt_llm")
-        for name in _loaded():
-            del sys.modules[name]
-
-
-def _loaded() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]
-
-
-@pytest.fixture(scope="module")
-def llm(demo_model: Path) -> Iterator[Requests]:
-    """The engine on transformers."""
-    with running(ENGINES["transformers"](demo_model), tokenizer_dir=str(demo_model)) as requests:
-        yield requests
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[list[int]]:
-    """Questions whose answers the model knows by heart, each token with a wide margin."""
-    return [tokenizer(pair.question).input_ids for pair in PAIRS]

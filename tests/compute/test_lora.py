@@ -21,6 +21,7 @@ from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRe
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter
+from tests.engines import ENGINES, PROMPT, Requests, Stream, running
 from tests.late import (
     adapter_layers,
     safetensors_torch,
@@ -29,9 +30,6 @@ from tests.late import (
     transformers_step,
 )
 from tests.peft_reference import Reference, load
-from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
-
-pytestmark = pytest.mark.slow
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

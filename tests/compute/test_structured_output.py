@@ -25,11 +25,9 @@ from cog_triton.engines.base import (
 from cog_triton.engines.grammars import grammar, without_others
 from cog_triton.engines.guides import Guided, Guides
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
+from tests.engines import ENGINES, Requests, Stream, request, running
 from tests.late import transformers
 from tests.support import ROOT
-from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
-
-pytestmark = pytest.mark.slow
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams, create_engine
-from tests.unit.engines.conftest import (
+from tests.engines import (
     ENGINES,
     EVERY_ENGINE,
     PROMPT,
-    TRANSFORMERS,
     VLLM,
     Requests,
     Stream,
@@ -169,7 +168,7 @@ def test_an_unknown_engine_is_refused() -> None:
 # Sampling
 
 
-@pytest.fixture(scope="module", params=[TRANSFORMERS, VLLM])
+@pytest.fixture(scope="module", params=["transformers", VLLM])
 def sampler(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Requests]:
     with running(ENGINES[request.param](demo_model)) as requests:
         yield requests

@@ -16,8 +16,8 @@ from cog_triton.engines.interpreter import LEAST_PRIORITY
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter, merge
+from tests.engines import ENGINES, NEEDS_VLLM, PROMPT, Requests, running
 from tests.late import torch, transformers
-from tests.unit.engines.conftest import ENGINES, NEEDS_VLLM, PROMPT, Requests, running
 
 pytestmark = NEEDS_VLLM
 

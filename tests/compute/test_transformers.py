@@ -18,10 +18,8 @@ from cog_triton.engines.base import (
     create_engine,
 )
 from cog_triton.request.request import Guide, GuideKind
+from tests.engines import ENGINES, RANDOM, TIMEOUT, Requests, Stream, running
 from tests.late import torch, transformers, transformers_engine, transformers_step
-from tests.unit.engines.conftest import ENGINES, RANDOM, TIMEOUT, Requests, Stream, running
-
-pytestmark = pytest.mark.slow
 
 PAGE_TOKENS = 64
 BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces

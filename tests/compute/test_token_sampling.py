@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import GenerationRequest, SamplingParams
+from tests.engines import MAX_SEED
 from tests.late import torch, transformers, transformers_step
-from tests.unit.engines.conftest import MAX_SEED
-
-pytestmark = pytest.mark.slow
 
 ROWS = 20_000
 

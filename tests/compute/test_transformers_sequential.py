@@ -10,12 +10,10 @@ import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.errors import EngineFailure
+from tests.engines import RANDOM, Requests, Stream, running
 from tests.late import torch, transformers, transformers_sequential
 from tests.support import wait_until
 from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
-from tests.unit.engines.conftest import RANDOM, Requests, Stream, running
-
-pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[*range(5, 15)], [*range(3, 61)], [*range(3, 203)], [7], [*range(9, 40)]]

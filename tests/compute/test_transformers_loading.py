@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cog_triton.engines.base import SamplingParams, create_engine
+from tests.engines import running
 from tests.late import (
     safetensors_torch,
     torch,
@@ -19,9 +20,6 @@ from tests.late import (
     transformers_loading,
 )
 from tests.tiny_models import save_tiny_model
-from tests.unit.engines.conftest import running
-
-pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
     Weights = dict[str, torch.Tensor]

@@ -65,7 +65,6 @@ print("done")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [PROGRAM, LACKS_A_SHAPE, LISTED_ONCE], ids=["compiler", "shape", "listing"]
 )

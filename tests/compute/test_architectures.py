@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import SamplingParams
+from tests.engines import running
 from tests.late import torch, transformers, transformers_loading, transformers_sequential
 from tests.support import ROOT
 from tests.tiny_models import ARCHITECTURES, save_tiny_model, tiny_config
-from tests.unit.engines.conftest import running
 
 pytestmark = pytest.mark.rare
 
