@@ -274,6 +274,25 @@ complete_words cog-triton launch --model_repo {tmp_path}/rep
     ]
 
 
+@pytest.mark.parametrize("command", ["serve", "openai"])
+def test_servers_listen_on_loopback_unless_told_otherwise(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOST", raising=False)
+    assert parse(command, []).host == "127.0.0.1"
+    assert parse(command, ["--host", "0.0.0.0"]).host == "0.0.0.0"
+    monkeypatch.setenv("HOST", "::")
+    assert parse(command, []).host == "::"
+    settings = read_settings({})
+    assert {settings.host, settings.openai_host} == {"127.0.0.1"}
+
+
+def test_the_options_of_openai_trtllm_are_taken() -> None:
+    options = parse("openai", ["-H", "0.0.0.0", "-p", "3001", "-t", "http://localhost:8001"])
+    assert (options.host, options.port) == ("0.0.0.0", 3001)
+    assert options.triton_endpoint == "http://localhost:8001"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_is_looked_for_in_the_family_of_its_address(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -5,13 +5,14 @@ import re
 import runpy
 import subprocess
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cog_triton import errors, settings
-from cog_triton.cli import load_commands, main
+from cog_triton.cli import load_commands, main, parser_of
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import TABLES, VARIABLES, load_overrides
 from predict import Predictor
@@ -157,6 +158,36 @@ def test_every_name_is_on_a_page() -> None:
     for table in (VARIABLES, TABLES.ignored, TABLES.renamed):
         names += [name for model in table.values() for name in model]
     assert [name for name in names if f"| `{name}` |" not in pages] == []
+
+
+# Variables that are no settings of a deployment, with who reads them.
+READ_BY_OTHERS = {"COG_MAX_CONCURRENCY"}  # Cog's server
+RECOMMENDING = [ROOT / "docs" / "configuration.md", ROOT / "docs" / "tutorials" / "migrating.md"]
+
+
+def last_cells(page: Path) -> Iterator[str]:
+    """The text of the last cell of each row of a page's tables, but of generated ones."""
+    text = re.sub(r"<!-- \S+:begin -->.*?<!-- \S+:end -->", "", prose(page), flags=re.DOTALL)
+    for line in text.splitlines():
+        if line.startswith("| "):
+            yield line.strip("| ").rpartition(" | ")[2]
+
+
+@pytest.mark.parametrize("page", RECOMMENDING, ids=lambda page: page.stem)
+def test_settings_and_variables_that_tables_recommend_exist(page: Path) -> None:
+    actions = parser_of(load_commands()["openai"])._actions
+    options = {name for action in actions for name in action.option_strings}
+    settings_found = set[str]()
+    options_found = set[str]()
+    variables_found = set[str]()
+    for cell in last_cells(page):
+        settings_found |= {*re.findall(r"`([A-Z][A-Z\d_]+)(?:=[^`]*)?`", cell)}
+        options_found |= {*re.findall(r"`(--[\w-]+)`", cell)}
+        variables_found |= {*re.findall(r"`(\w+)` \*", cell)}
+    assert settings_found
+    assert settings_found <= {*settings.VARIABLES} | READ_BY_OTHERS
+    assert options_found <= options
+    assert variables_found <= VARIABLES["tensorrt_llm"].keys()
 
 
 def test_the_worked_examples_are_read(tmp_path: Path) -> None:
