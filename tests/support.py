@@ -211,6 +211,18 @@ def left_of(prefix: str) -> list[int | Path]:
     return [*processes(prefix), *SHARED_MEMORY.glob(f"{prefix}*")]
 
 
+FAKE_TRITON = ROOT / "tests" / "fakes" / "triton" / "bin" / "tritonserver.py"
+
+
+def fake_triton(**behaviour: str) -> dict[str, str]:
+    """Settings that run the stand-in for tritonserver, which says what it may be told to do.
+
+    For tests of what is around Triton: it starts in a tenth of a second.
+    """
+    told = {f"FAKE_TRITON_{name.upper()}": value for name, value in behaviour.items()}
+    return {"TRITONSERVER": str(FAKE_TRITON), "ENGINE": "simulated", "TRANSPORT": "http", **told}
+
+
 Event = tuple[str, dict[str, Any]]
 
 

@@ -50,6 +50,11 @@ def without(part: str) -> Callable[[Weights], Weights]:
         ),
         pytest.param(without("layers.1.mlp"), r"lacks 3 of .*layers.1.mlp.down_proj", id="layer"),
         pytest.param(
+            lambda weights: {**weights, "lm_head.weight": weights["lm_head.weight"][1:]},
+            r"do not match its config.json: lm_head.weight has the shape \(\d+, \d+\) instead of \(",
+            id="another shape",
+        ),
+        pytest.param(
             lambda weights: {f"net.{name}": value for name, value in weights.items()},
             r"lacks 21 of .* and 18 more\) and contains 21 unknown weights \(net\.",
             id="other names",

@@ -10,22 +10,25 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import tritonclient.grpc
 
-from cog_triton.errors import TritonStartError
+from cog_triton.errors import ANSWERED, DRAINS, LISTENS, TritonStartError
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, Triton, make_server, running, settings_for, start
-from tests.integration.test_recovery import part
+from tests.integration.test_recovery import part, part_name
 from tests.support import (
     SHARED_MEMORY,
     alive,
     children,
+    fake_triton,
     left_of,
     limit,
     processes,
@@ -63,7 +66,8 @@ STARTER = """
     import os, signal
     from pathlib import Path
     from tests.integration.conftest import make_server, settings_for
-    settings = settings_for(Path({model!r}), ENGINE="simulated")
+    from tests.support import fake_triton
+    settings = settings_for(Path({model!r}), **fake_triton())
     server = make_server(settings, Path({directory!r}), temporary=True)
     server.start()
     print(server.shm_prefix, flush=True)
@@ -74,7 +78,7 @@ STARTER = """
 
 
 def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
-    demo_model: Path, tmp_path: Path, paced_triton: Triton
+    demo_model: Path, tmp_path: Path, paced_triton: Triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything else, so a start that is out of time does it, too; that one leaves nothing either."""
     left, own = tmp_path / "left", tmp_path / "own"
@@ -84,8 +88,9 @@ def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
     program = STARTER.format(model=str(demo_model), directory=str(left))
     prefix = run_until_killed(program, **ANY_PORTS)
     assert left.exists()
-    settings = settings_for(demo_model, TRITON_START_TIMEOUT="0.2", TRITON_STOP_TIMEOUT="1")
-    server = make_server(settings, own)
+    monkeypatch.setenv("FAKE_TRITON_SLOW", "tensorrt_llm")
+    limits = {"TRITON_START_TIMEOUT": "0.2", "TRITON_STOP_TIMEOUT": "1"}
+    server = make_server(settings_for(demo_model, **fake_triton(), **limits), own)
     with pytest.raises(TritonStartError, match=r"not ready after 0\.2 s"):
         server.start()
     assert not left_of(server.shm_prefix)
@@ -96,33 +101,90 @@ def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
     assert paced_triton.is_ready()
 
 
-# Stops
+# Stops, and what is seen until then
 
 
-def test_a_stop_is_quick_leaves_nothing_and_may_be_repeated(
-    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
+@dataclass(frozen=True)
+class Seen:
+    """What a test or the product sees of a server from its start to its end."""
+
+    processes: list[str]
+    region_bytes: list[int]
+    # The names of their levels, and their texts without what differs from start to start.
+    lines: set[tuple[str, str]]
+    status: int | None
+
+
+# Lines of Triton that the product looks for.
+READ_BY_THE_PRODUCT = re.compile(
+    "|".join(["loading: ", "successfully loaded", *map(re.escape, (LISTENS, ANSWERED, DRAINS))])
+)
+
+
+def seen_until_a_stop(server: TritonServer, caplog: pytest.LogCaptureFixture) -> Seen:
     server.stop()
-    start(server)
-    assert server.is_ready()
-    assert regions(server)
+    caplog.clear()
     with caplog.at_level(logging.DEBUG, "tritonserver"):
+        start(server)
+        assert server.is_ready()
+        processes = descriptions(server.shm_prefix)
+        region_bytes = [region.stat().st_size for region in regions(server)]
         server.stop()
-    assert server.status == 0
     # Triton's next look at its models would come a second after the first.
-    assert sum("live models" in line for line in caplog.messages) == 1
+    assert sum("Found 3 live models" in line for line in caplog.messages) == 1
     server.stop()
     assert not server.is_ready()
     assert not left_of(server.shm_prefix)
+    lines = {(record.levelname, general(record.getMessage())) for record in caplog.records}
+    return Seen(sorted(processes), sorted(region_bytes), lines, server.status)
 
 
+def descriptions(prefix: str) -> list[str]:
+    """What tells each process of a server from the others: its name, and a stub's model."""
+    return [f"{psutil.Process(pid).name()} {part_name(pid)}" for pid in processes(prefix)]
+
+
+def general(line: str) -> str:
+    """A line of the log without its numbers."""
+    return re.sub(r"\d+", "N", line)
+
+
+def test_a_stop_leaves_nothing_and_may_be_repeated(
+    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stand-in for tritonserver, on which other tests rely, shows and says what the real one does."""
+    servers = {}
+    for name, environment in (("real", {"ENGINE": "simulated"}), ("fake", fake_triton())):
+        (tmp_path / name).mkdir()
+        server = make_server(settings_for(demo_model, **environment), tmp_path / name)
+        servers[name] = seen_until_a_stop(server, caplog)
+    real, fake = servers["real"], servers["fake"]
+    assert real.status == 0
+    assert (fake.processes, fake.region_bytes) == (real.processes, real.region_bytes)
+    assert fake.status == real.status
+    # Which of its models end before it is killed differs from time to time.
+    differing = {line for line in fake.lines if "unloaded" in line[1]}
+    assert fake.lines - differing <= real.lines
+    read = {line for line in real.lines if READ_BY_THE_PRODUCT.search(line[1])}
+    assert len(read) > 8
+    assert read <= fake.lines
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({"ENGINE": "simulated"}, id="tritonserver", marks=pytest.mark.rare),
+        pytest.param(fake_triton(), id="its stand-in"),
+    ],
+)
 def test_a_stop_lets_requests_end_and_does_not_wait_for_clients_that_are_gone(
-    demo_model: Path, tmp_path: Path
+    demo_model: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """The requests of those run on in Triton, which would wait for minutes of tokens."""
     slowly = {"SIMULATED_INTER_TOKEN_MS": "20", "TRITON_STOP_TIMEOUT": "100"}
-    server = make_server(settings_for(demo_model, ENGINE="simulated", **slowly), tmp_path)
+    launch = Launch(environment={"FAKE_TRITON_TOKEN_MS": "20"})
+    settings = settings_for(demo_model, **slowly, **environment)
+    server = make_server(settings, tmp_path, launch=launch)
     start(server)
     for _ in range(8):
         with stream(server, tokens=5000) as response:

@@ -115,10 +115,11 @@ def part(prefix: str, name: str) -> int:
 
 
 def part_name(pid: int) -> str:
-    arguments = psutil.Process(pid).cmdline()
+    process = psutil.Process(pid)
+    arguments = process.cmdline()
     if Path(arguments[0]).name == "triton_python_backend_stub":
         return Path(arguments[1]).parent.parent.name
-    return "guard" if "guard.py" in "".join(arguments[:5]) else Path(arguments[0]).name
+    return "guard" if "guard.py" in "".join(arguments[:5]) else str(process.name())
 
 
 Kill = tuple[str, signal.Signals]

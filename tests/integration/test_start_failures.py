@@ -17,7 +17,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, free_port, script, wait_until
+from tests.support import ROOT, command, fake_triton, free_port, script, wait_until
 
 MAX_LINES = 6  # three parts of the start may have loaded before
 
@@ -34,6 +34,7 @@ def is_told_once(said: str, cause: str) -> bool:
     return cause in lines[-1] and said.count(cause) == 1 and len(lines) <= MAX_LINES
 
 
+@pytest.mark.rare
 @pytest.mark.anyio
 async def test_a_stub_that_gets_no_processor_is_started_again(
     demo_model: Path, caplog: pytest.LogCaptureFixture
@@ -60,6 +61,23 @@ async def test_a_stub_that_gets_no_processor_is_started_again(
     assert GIVEN_UP in caplog.text
 
 
+@pytest.mark.anyio
+async def test_a_server_that_has_given_a_stub_up_is_started_again(
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = tmp_path / "first"
+    first.touch()
+    monkeypatch.setenv("FAKE_TRITON_GIVES_UP", str(first))
+    with caplog.at_level("INFO", "tritonserver"):
+        deployment = await Deployment.start(settings_for(demo_model, **fake_triton()))
+        await deployment.stop()
+    assert GIVEN_UP in caplog.text
+    assert not first.exists()
+
+
 PLANTED = """
 mount -t tmpfs tmpfs /tmp && mkdir -p /tmp/coglet /tmp/home/Documents || exit 77
 ln -s /tmp/home /tmp/coglet/predictions
@@ -83,10 +101,6 @@ def test_a_link_that_another_user_put_where_cog_keeps_files(tmp_path: Path) -> N
     assert process.stdout.split() == ["/tmp/home:", "Documents", "/tmp/home/Documents:"]
 
 
-OF_CONFIG = (
-    "model tensorrt_llm: the weights of {model} do not match its config.json: "
-    "model.layers.0.mlp.down_proj.weight has the shape"
-)
 NO_TOKENIZER = "{model} contains no tokenizer"
 ZEBRA = "the installed transformers cannot generate text with the model type 'zebra' in {model}"
 
@@ -109,9 +123,6 @@ ZEBRA = "the installed transformers cannot generate text with the model type 'ze
             "no",
             "{model}/model.safetensors is damaged or incomplete",
             id="damaged weights",
-        ),
-        pytest.param(
-            "config.json", {"intermediate_size": 999}, OF_CONFIG, id="another's config.json"
         ),
         pytest.param("config.json", {"model_type": "zebra"}, ZEBRA, id="an unknown type"),
     ],
@@ -145,36 +156,58 @@ def error_of_a_start(model: Path, **environment: str) -> str:
         ("TOKENIZER", "/none", "no tokenizer could be loaded from '/none': the directory does not"),
         ("RUNTIME_DIR", "/proc/none", "/proc/none: No such file or directory"),
         ("TRITON_HOST", "192.0.2.1", "TRITON_HOST=192.0.2.1 must be an address of this machine"),
-        ("MAX_SEQUENCE_LENGTH", "2", "Prompt length (4) exceeds maximum input length (1)"),
-        pytest.param(
-            "SIMULATED_TEXT",
-            "</s>",
-            "simulated_text '</s>' has no tokens that make text",
-            marks=pytest.mark.rare,  # another start, whose cause is found as the last one's
-        ),
     ],
 )
 def test_of_a_setting(name: str, value: str, cause: str, demo_model: Path) -> None:
-    said = error_of_a_start(demo_model, ENGINE="simulated", **{name: value})
+    said = error_of_a_start(demo_model, **{**fake_triton(), name: value})
     assert is_told_once(said, cause), said
     assert "ensemble" not in said
 
 
-def test_of_a_template_and_of_a_killed_model(demo_model: Path, tmp_path: Path) -> None:
-    templates = tmp_path / "templates"
-    shutil.copytree(ROOT / "triton_model_repo", templates)
-    with (templates / "tensorrt_llm" / "1" / "model.py").open("a") as file:
-        file.write("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+TOO_LONG = "Prompt length (4) exceeds maximum input length (1)"
+
+
+@pytest.mark.rare
+def test_of_a_warm_up_that_the_models_refuse(demo_model: Path) -> None:
+    said = error_of_a_start(demo_model, ENGINE="simulated", MAX_SEQUENCE_LENGTH="2")
+    assert is_told_once(said, TOO_LONG), said
+    assert "ensemble" not in said
+
+
+def test_of_a_warm_up_that_is_refused(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = f"in ensemble 'ensemble_ids', Failed to process the request(s): {TOO_LONG}."
+    monkeypatch.setenv("FAKE_TRITON_REFUSES", refusal)
+    said = error_of_a_start(demo_model, **fake_triton())
+    assert is_told_once(said, TOO_LONG), said
+    assert "ensemble" not in said
+
+
+def test_of_a_model_in_its_process(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for tritonserver, on which other tests rely, says it as the real one."""
+    cause = "simulated_text '</s>' has no tokens that make text"
+    said = error_of_a_start(demo_model, ENGINE="simulated", SIMULATED_TEXT="</s>")
+    assert is_told_once(said, f"model tensorrt_llm: {cause}"), said
+    assert "ensemble" not in said
+    error = said.splitlines()[-1].removeprefix("model tensorrt_llm: ")
+    monkeypatch.setenv("FAKE_TRITON_FAILS", f"tensorrt_llm: ValueError: {error}")
+    assert error_of_a_start(demo_model, **fake_triton()) == said
+
+
+def test_of_a_killed_model(demo_model: Path) -> None:
+    behaviour = fake_triton(dies="tensorrt_llm")
+    status, said = run("run_prediction.py", MODEL=str(demo_model), **behaviour)
+    assert status == 1
     killed = "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"
-    changes = {
-        "PROMPT_TEMPLATE": ("{oops}", "E1004"),
-        "TRITON_MODEL_REPO": (str(templates), killed),
-    }
-    for name, (value, cause) in changes.items():
-        given = {"MODEL": str(demo_model), "ENGINE": "simulated", name: value}
-        status, said = run("run_prediction.py", **given)
-        assert status == 1
-        assert is_told_once(said, cause), said
+    assert is_told_once(said, killed), said
+
+
+def test_of_a_template(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from predict import Predictor
+
+    monkeypatch.setenv("MODEL", str(demo_model))
+    monkeypatch.setenv("PROMPT_TEMPLATE", "{oops}")
+    with pytest.raises(CogTritonError, match=r"^E1004 "):
+        asyncio.run(Predictor().setup())
 
 
 def test_of_a_repository_that_was_filled_without_a_model(demo_model: Path, tmp_path: Path) -> None:
@@ -182,8 +215,9 @@ def test_of_a_repository_that_was_filled_without_a_model(demo_model: Path, tmp_p
     for model in ("preprocessing", "tensorrt_llm"):
         shutil.copytree(ROOT / "triton_model_repo" / model, repository / model)
         file = str(repository / model / "config.pbtxt")
-        status, _ = run("fill_template.py", "-i", file, f"tokenizer_dir:{demo_model}")
-        assert status == 0
-    status, said = run("launch_triton_server.py", f"--model_repo={repository}")
-    assert status == 2
-    assert is_told_once(said, "tensorrt_llm: model: the transformers engine needs it"), said
+        filled = command("fill-template", "-i", file, f"tokenizer_dir:{demo_model}")
+        assert filled.returncode == 0
+    launched = command("launch", f"--model_repo={repository}")
+    assert launched.returncode == 2
+    cause = "tensorrt_llm: model: the transformers engine needs it"
+    assert is_told_once(launched.stderr.strip(), cause), launched.stderr

@@ -24,6 +24,7 @@ from tests.support import (
     Event,
     alive,
     children,
+    fake_triton,
     free_port,
     limit,
     marked,
@@ -122,6 +123,11 @@ def simulated(model: Path, **more: str) -> dict[str, str]:
     return {"MODEL": str(model), "ENGINE": "simulated", **ANY_PORTS, "PORT": port, **more}
 
 
+def faked(model: Path, **behaviour: str) -> dict[str, str]:
+    """With the stand-in for tritonserver."""
+    return {**simulated(model), **fake_triton(**behaviour)}
+
+
 @contextlib.contextmanager
 def stream(environment: Mapping[str, str], max_tokens: int) -> Iterator[Iterator[Event]]:
     """A stream whose first text has come."""
@@ -166,19 +172,20 @@ def stream(environment: Mapping[str, str], max_tokens: int) -> Iterator[Iterator
             id="predict, Triton starts",
             marks=pytest.mark.rare,
         ),
-        pytest.param(PREDICT, "pattern", CTRL_C, "\nstopped\r\n", id="predict, answers"),
+        pytest.param(PREDICT, "tsken", CTRL_C, "\nstopped\r\n", id="predict, answers"),
     ],
 )
 def test_an_end_before_it_is_done(
     command: list[str], shown: str, stop: str, end: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    slowly = {"SIMULATED_TEXT": "pattern " * 9, "SIMULATED_INTER_TOKEN_MS": "300"}
+    environment = faked(demo_model, token_ms="300")
     if shown.startswith("importing"):  # a module that takes long
         module = f"import time; print({shown!r}); time.sleep({SECONDS})"
         (tmp_path / f"{shown.split()[1]}.py").write_text(module)
-        slowly["PYTHONPATH"] = str(tmp_path)
-    level = "debug" if shown.startswith("Initialize") else "info"
-    with Terminal(command, simulated(demo_model, LOG_LEVEL=level, **slowly), tmp_path) as terminal:
+        environment["PYTHONPATH"] = str(tmp_path)
+    if shown.startswith("Initialize"):
+        environment |= {"LOG_LEVEL": "debug", **fake_triton(slow="tensorrt_llm")}
+    with Terminal(command, environment, tmp_path) as terminal:
         terminal.wait_for(shown)
         there = terminal.stop(stop)
         if stop == SIGTERM:
@@ -192,7 +199,7 @@ def test_an_end_before_it_is_done(
 
 def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path: Path) -> None:
     """By make, which adds nothing: short lines of progress, a command to try, one line at the end."""
-    environment = simulated(demo_model)
+    environment = faked(demo_model)
     make = ["make", "--no-print-directory", "-o", ".venv/.installed"]
     given = [f"BIN={Path(sys.executable).parent}", f"PORT={environment['PORT']}"]
     with Terminal([*make, *given, "serve"], environment, tmp_path) as terminal:
@@ -295,7 +302,7 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
     process: str, status: int, end: str, demo_model: Path, tmp_path: Path
 ) -> None:
     """The engine's is one with EXIT_ON_FAILURE."""
-    environment = simulated(demo_model, EXIT_ON_FAILURE="true", TRITON_RESTARTS="0")
+    environment = {**faked(demo_model), "EXIT_ON_FAILURE": "true", "TRITON_RESTARTS": "0"}
     with Terminal(SERVE, environment, tmp_path) as terminal:
         terminal.wait_for("}}'\r\n")
         there = {terminal.process.pid, *children(terminal.process.pid)}
@@ -309,7 +316,7 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
 
 
 def test_a_pipe_gets_json_with_levels_of_what_was_said(demo_model: Path, tmp_path: Path) -> None:
-    failed = script("serve.py", environ={**simulated(demo_model), "TOKENIZER": str(tmp_path)})
+    failed = script("serve.py", environ={**faked(demo_model), "TOKENIZER": str(tmp_path)})
     assert failed.returncode == 1
     lines = [json.loads(line) for line in failed.stderr.splitlines()]
     assert {line["level"] for line in lines} >= {"INFO", "ERROR"}
@@ -340,8 +347,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
 
 @pytest.mark.rare
 def test_predict_on_a_terminal_shows_the_answer_first(demo_model: Path, tmp_path: Path) -> None:
-    environment = {**simulated(demo_model), "SIMULATED_TEXT": "A text."}
-    with Terminal([*PREDICT, "-i", "max_tokens=4", "Hi"], environment, tmp_path) as terminal:
+    with Terminal([*PREDICT, "-i", "max_tokens=4", "Hi"], faked(demo_model), tmp_path) as terminal:
         assert terminal.status() == 0
     stays = terminal.text.rpartition("\r\x1b[K")[2]
     notes = r"\x1b\[2mRandom seed used: \d+\r\n4 tokens, [^\x1b]+\x1b\[0m\r\n"
