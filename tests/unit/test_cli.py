@@ -1,13 +1,11 @@
 """The command cog-triton and the files of scripts/."""
 
-import argparse
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -138,18 +136,6 @@ def test_a_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert text.startswith(f"usage: cog-triton {name} ")
     assert f"{COMMANDS[name].summary}.\n" in text
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_types_of_options_are_declared(name: str) -> None:
-    parser = parser_of(COMMANDS[name])
-    declared = typing.get_type_hints(COMMANDS[name].load().Options)
-    shown = {
-        action.dest
-        for action in parser._actions
-        if action.help != argparse.SUPPRESS and action.dest != "help"
-    }
-    assert declared.keys() == shown
 
 
 @pytest.mark.parametrize("name", [command.name for command in PACKAGE])

@@ -116,18 +116,23 @@ SECRET_VARIABLES = {
     "AWS_SESSION_TOKEN": "a",
     "AWS_WEB_IDENTITY_TOKEN_FILE": "/a",
     "AZURE_STORAGE_CONNECTION_STRING": "AccountName=a",
+    "DATABASE_URL": "postgresql://user:a@db/name",
     "DB_PASS": "a",
     "DOCKER_AUTH": "a",
     "GITHUBTOKEN": "a",
     "GIT_PASSWORD_OLD": "a",
     "HTTPS_PROXY": "user:a@proxy:3128",
     "HTTP_PROXY": "http://user:a@proxy:3128",
+    "MYSQL_DSN": "user:a@tcp(db:3306)/name",
     "NEXUS_CREDENTIALS": "a",
     "OPENAI_API_KEYS": "a",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "https://user:a@collector:4318",
     "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer a",
     "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "api-key=a",
+    "PGPASSWORD": "a",
+    "PG_DSN": "host=db password=a",
     "PIP_INDEX_URL": "https://user:a@index/simple",
+    "REDIS_URL": "redis://:a@cache:6379/0",
     "REGISTRY": "https://host/?access_token=a",
     "SLACK_WEBHOOK_SECRET_V2": "a",
     "SSH_PASSPHRASE": "a",
@@ -141,6 +146,7 @@ PUBLIC_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "0",
     "HF_ENDPOINT": "https://mirror.example:8080/hub",
     "HF_HOME": "/cache",
+    "HF_TOKEN_PATH": "/cache/token",
     "HTTP_PROXY": "http://proxy:3128",
     "LC_ALL": "C.UTF-8",
     "MODEL": "org/name@main",
@@ -151,6 +157,7 @@ PUBLIC_VARIABLES = {
     "PYTHONPATH": "/src",
     "SIMULATED_PREFILL_TOKENS_PER_S": "100",
     "TOKENIZER": "/models/a",
+    "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY": "a",  # TensorRT-LLM's own, between its processes
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_MAX_TOKENS": "1",
     "STAND_IN_INTER_TOKEN_MS": "5",
@@ -164,6 +171,12 @@ def test_a_secret_does_not_reach_tritonserver_unless_it_is_named(name: str, valu
     installation = Installation(Path("/ts"), Path("/b"))
     assert name not in environment(installation, {name: value})
     assert environment(installation, {name: value}, [name])[name] == value
+
+
+@pytest.mark.parametrize("name", ["COG_WEIGHTS", "MODEL", "TOKENIZER"])
+def test_a_url_of_a_model_does_not_reach_tritonserver(name: str) -> None:
+    installation = Installation(Path("/ts"), Path("/b"))
+    assert name not in environment(installation, {name: "https://example.com/model.tar"})
 
 
 @pytest.mark.parametrize(("name", "value"), PUBLIC_VARIABLES.items())

@@ -66,13 +66,6 @@ def test_a_template_of_a_release_is_filled(release: str, model: str) -> None:
         assert parameters["tokenizer_type"] == "auto"
 
 
-def test_the_releases_have_the_variables_that_were_renamed() -> None:
-    assert "max_kv_cache_length" in variables_of("v0.6.1", "tensorrt_llm")
-    assert "max_kv_cache_length" not in variables_of("v0.7.0", "tensorrt_llm")
-    assert "visual_model_path" in variables_of("v0.18.2", "preprocessing")
-    assert "multimodal_model_path" in variables_of("v0.19.0", "preprocessing")
-
-
 @pytest.mark.parametrize(
     ("model", "release", "old", "new", "value"),
     [

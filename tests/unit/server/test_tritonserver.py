@@ -57,42 +57,6 @@ def test_the_environment_leads_the_stubs_to_this_python() -> None:
     assert found["LD_LIBRARY_PATH"].split(":")[:2] == ["/wheel/libs", "/own"]
 
 
-# Variables that tritonserver and the models' processes do not get, and some that they do.
-SECRET = {
-    "HF_TOKEN": "a",
-    "OPENAI_API_KEY": "a",
-    "AWS_SECRET_ACCESS_KEY": "a",
-    "db_password": "a",
-    "PGPASSWORD": "a",
-    "CLIENT_SECRET": "a",
-    "DATABASE_URL": "postgresql://user:a@db/name",
-    "REDIS_URL": "redis://:a@cache:6379/0",
-    "MYSQL_DSN": "user:a@tcp(db:3306)/name",
-    "PG_DSN": "host=db password=a",
-    "COG_WEIGHTS": "https://example.com/model.tar?signature=a",
-    "MODEL": "https://user:a@example.com/model.tar",
-}
-PASSED = {
-    "MODEL": "/models/llama",
-    "HF_HOME": "/cache",
-    "HF_TOKEN_PATH": "/cache/token",
-    "TOKENIZERS_PARALLELISM": "0",
-    "HUB_URL": "https://example.com:8080/models@1",
-    "ALERTS_URL": "https://user@example.com",
-    # TensorRT-LLM's own, between its processes.
-    "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY": "a",
-}
-
-
-def test_secrets_are_kept_from_the_server() -> None:
-    installation = Installation(Path("/ts"), Path("/b"))
-    made = {"LD_LIBRARY_PATH", "PATH"}
-    assert environment(installation, SECRET).keys() == made
-    assert environment(installation, PASSED).keys() == made | PASSED.keys()
-    named = read_settings({"TRITON_SECRETS": "HF_TOKEN,OPENAI_API_KEY"}).passed_secrets.split(",")
-    assert environment(installation, SECRET, named).keys() == made | {"HF_TOKEN", "OPENAI_API_KEY"}
-
-
 def test_ports_set_to_zero_are_picked_and_differ_and_a_port_is_not_taken_twice() -> None:
     ports = choose_ports(read_settings(ANY_PORTS))
     assert len({0, ports.http_port, ports.grpc_port, ports.metrics_port}) == 4

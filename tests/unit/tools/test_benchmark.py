@@ -9,29 +9,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from cog_triton.cli import main, parse
+from cog_triton.cli import main
 from tests.support import ROOT
 from tools.benchmark import engines
-from tools.benchmark.load import Load, Record, plan
+from tools.benchmark.load import Load, Record
 from tools.benchmark.measuring import Result, Round, result_of
 from tools.benchmark.processes import LOAD_GENERATOR, Usage
 from tools.benchmark.report import Check, report_of
 from tools.server_sent_events import Part
 
 TOKENIZER = Tokenizer.from_file(str(ROOT / "cog_triton" / "demo" / "tokenizer.json"))
-
-
-def test_the_same_load_is_the_same_requests_and_another_turn_has_others() -> None:
-    load = Load(4, requests=20, warmup=3, input_tokens=32, output_tokens=16, output_stddev=4)
-    warmup, requests = plan(load, TOKENIZER)
-    assert plan(load, TOKENIZER) == (warmup, requests)
-    assert (len(warmup), len(requests)) == (3, 20)
-    prompts = {one.prompt for one in requests}
-    assert len(prompts) == 20
-    assert prompts.isdisjoint(one.prompt for one in plan(load, TOKENIZER, 1)[1])
-    lengths = [len(TOKENIZER.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
-    assert lengths == pytest.approx([32] * 20, abs=3)
-    assert len({one.asked for one in requests}) > 1
 
 
 @pytest.mark.parametrize(
@@ -135,20 +122,6 @@ def test_the_goals_of_an_engine() -> None:
         ("generate's TTFT p50 - vllm's at 16 streams", False),
     ]
     assert [check.met for check in on_cpu] == [True]  # 0.9 there
-
-
-def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
-    file = tmp_path / "vllm.yaml"
-    file.write_text("load_format: dummy\n")
-    arguments = ["--engine", "vllm", "--shape", "tiny", "--dtype", "bfloat16"]
-    options = parse("bench-engine", [*arguments, "--vllm-config", str(file)])
-    options.contestants = ["vllm"]
-    engines.make_model(tmp_path / "model", options)
-    assert not list(tmp_path.glob("**/*.safetensors"))
-    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
-    settings = engines.environment(options, tmp_path / "model", tmp_path)
-    assert (settings["ENGINE"], "DEVICE" in settings) == ("vllm", False)
-    assert main(["bench-engine", "--contestants", "vllm"]) == 2
 
 
 @pytest.mark.rare

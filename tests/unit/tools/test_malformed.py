@@ -8,7 +8,7 @@ import httpx
 
 from cog_triton.api.openai.app import create_app
 from tests.unit.api.openai.support import Backend, served
-from tools.benchmark.malformed import Answer, Phase, malformed_requests, row, send_all
+from tools.benchmark.malformed import malformed_requests, send_all
 
 
 async def statuses() -> Counter[int]:
@@ -25,17 +25,6 @@ async def statuses() -> Counter[int]:
 def test_every_malformed_request_is_refused() -> None:
     assert {status // 100 for status in asyncio.run(statuses())} == {4}
     assert list(malformed_requests(50)) == list(malformed_requests(50))
-
-
-def test_a_phase_has_the_answers_that_began_and_ended_in_it() -> None:
-    phase = Phase("uploads", began=10.0, ended=20.0, replies=Counter({200: 50}))
-    answers = [
-        Answer(began=9.0, first_token=0.5, gaps=[0.5]),
-        Answer(began=11.0, first_token=0.1, gaps=[0.02, 0.02, 0.02]),
-        Answer(began=19.0, first_token=0.5, gaps=[0.6]),
-    ]
-    values = ["10.0", "5/s", "1", "100.0", "100.0", "20.0", "20.0"]
-    assert row(phase, answers).split() == ["uploads", *values]
 
 
 def test_a_load_keeps_to_its_rate_and_counts_what_it_gets() -> None:

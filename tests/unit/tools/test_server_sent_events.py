@@ -1,9 +1,6 @@
-import json
-from typing import Any
-
 import pytest
 
-from tools.server_sent_events import AnswerError, EventParser, cog_part, http_error, openai_part
+from tools.server_sent_events import EventParser
 
 STREAM = (
     b'data: {"a": 1}\n\n'
@@ -25,25 +22,3 @@ def test_events_are_the_same_however_they_are_split(size: int) -> None:
         ("output", b"two"),
         ("message", "ä".encode()),
     ]
-
-
-@pytest.mark.parametrize(
-    ("read", "event", "code"),
-    [
-        (cog_part, {"status": "failed", "error": "E2105 TritonUnavailable: gone"}, "E2105"),
-        (cog_part, {"status": "canceled"}, "canceled"),
-        (openai_part, {"error": {"message": "gone", "code": "E2105"}}, "E2105"),
-        (openai_part, {"error": {"message": "full", "code": "rate_limit_exceeded"}}, "E2106"),
-        (openai_part, "<html>", "failed"),
-    ],
-)
-def test_an_event_is_an_error(read: Any, event: Any, code: str) -> None:
-    with pytest.raises(AnswerError) as failed:
-        read("completed", json.dumps(event).encode())
-    assert failed.value.code == code
-
-
-def test_a_body_is_an_error() -> None:
-    error = http_error(b"Bad gateway", 502)
-    assert (error.code, str(error)) == ("HTTP 502", "HTTP 502: not a JSON object: b'Bad gateway'")
-    assert str(http_error(b'{"detail": "too long"}', 422)) == "HTTP 422: too long"
