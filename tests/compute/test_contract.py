@@ -186,6 +186,20 @@ def test_a_seed_gives_the_same_ids_alone_and_among_others(sampler: Requests, see
     assert sampler.ids(max_tokens=30, sampling=replace(WARM, seed=seed ^ 7)) != alone
 
 
+def test_sampled_text_that_is_continued_goes_on_as_it_would_have(sampler: Requests) -> None:
+    """As on the next server, after one has died: with penalties that count what was delivered."""
+    sampling = replace(WARM, presence_penalty=0.3, repetition_penalty=1.1)
+    whole = sampler.ids(max_tokens=40, sampling=sampling)
+    for delivered in (1, 17, 39):
+        rest = sampler.ids(
+            PROMPT + whole[:delivered],
+            max_tokens=40 - delivered,
+            sampling=sampling,
+            continued=delivered,
+        )
+        assert rest == whole[delivered:]
+
+
 def test_a_bias_and_the_allowed_tokens(sampler: Requests) -> None:
     assert sampler.ids(max_tokens=5, logit_bias={77: 100.0}) == [77] * 5
     assert sampler.ids(max_tokens=9, allowed_ids=(77,)) == [77] * 9

@@ -25,7 +25,7 @@ from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
 from tests.integration.conftest import Triton, settings_for
 from tests.late import torch, transformers
-from tests.support import ROOT, free_port, left_of, processes
+from tests.support import ROOT, fake_triton, free_port, left_of, processes
 
 pytestmark = pytest.mark.anyio
 STREAMS = 16
@@ -124,49 +124,71 @@ def part_name(pid: int) -> str:
 
 Kill = tuple[str, signal.Signals]
 STUB: Kill = ("tensorrt_llm", signal.SIGKILL)
+GUARD: Kill = ("guard", signal.SIGKILL)
 HANG: Kill = ("tensorrt_llm", signal.SIGSTOP)
 
 
+async def test_streams_go_on_as_if_nothing_had_happened(
+    demo_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over HTTP, when tritonserver crashes; and over gRPC, when the process of a model is killed."""
+    async with deployed(demo_model, ENGINE="simulated", TRANSPORT="http") as deployment:
+        # The next server, and that after it, are asked over gRPC.
+        supervisor = deployment.supervisor
+        supervisor.settings = supervisor.settings.model_copy(update={"transport": "grpc"})
+        await check_recoveries(deployment, [("tritonserver", signal.SIGSEGV), STUB])
+    check_stub_is_named("tensorrt_llm", caplog.text)
+
+
 @pytest.mark.parametrize(
-    ("transport", "kills"),
+    ("kills", "environment"),
     [
-        # Over gRPC, a part is killed in the next test, too.
-        pytest.param("http", [("tritonserver", signal.SIGSEGV)], id="http, tritonserver crashes"),
         pytest.param(
-            "http",
-            [("preprocessing", signal.SIGKILL)],
-            id="http, preprocessing is killed",
+            [("tritonserver", signal.SIGSEGV), ("preprocessing", signal.SIGKILL), GUARD],
+            fake_triton(),
+            id="tritonserver's stand-in",
+        ),
+        pytest.param(
+            [STUB, GUARD, HANG],
+            # Long enough that a server on a busy machine is not taken for one that hangs.
+            {"ENGINE": "simulated", "TRANSPORT": "grpc", "TRITON_HANG_TIMEOUT": "8"},
+            id="grpc",
             marks=pytest.mark.rare,
         ),
         pytest.param(
-            "grpc",
-            [STUB, ("guard", signal.SIGKILL), HANG],
-            id="grpc, each part in turn",
+            [("preprocessing", signal.SIGKILL), GUARD],
+            {"ENGINE": "simulated", "TRANSPORT": "http"},
+            id="http",
             marks=pytest.mark.rare,
         ),
     ],
 )
-async def test_streams_go_on_as_if_nothing_had_happened(
-    demo_model: Path, transport: str, kills: list[Kill], caplog: pytest.LogCaptureFixture
+async def test_each_part_may_die_in_turn(
+    demo_model: Path,
+    kills: list[Kill],
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A stub that is killed is named, and what is left of a server has gone before the next."""
-    environment = {"TRANSPORT": transport}
-    if HANG in kills:
-        # Long enough that a server on a busy machine is not taken for one that hangs.
-        environment["TRITON_HANG_TIMEOUT"] = "8"
-    async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-        uninterrupted = await answers(deployment)
-        for number, kill in enumerate(kills, 1):
-            killed = deployment.supervisor.running
-            assert killed is not None
-            assert await answers(deployment, kill) == uninterrupted, kill
-            assert deployment.supervisor.restarts == number
-            assert await deployment.healthy()
-            assert not left_of(killed.server.shm_prefix)
-            assert not killed.server.runtime.exists()
+    monkeypatch.setenv("FAKE_TRITON_TOKEN_MS", "15")
+    async with deployed(demo_model, **environment) as deployment:
+        await check_recoveries(deployment, kills)
     for name, number in kills:
         if name in ("tensorrt_llm", "preprocessing") and number == signal.SIGKILL:
             check_stub_is_named(name, caplog.text)
+
+
+async def check_recoveries(deployment: Deployment, kills: list[Kill]) -> None:
+    """Check that no stream sees a kill, and that what is left of a server has gone before the next."""
+    uninterrupted = await answers(deployment)
+    for number, kill in enumerate(kills, 1):
+        killed = deployment.supervisor.running
+        assert killed is not None
+        assert await answers(deployment, kill) == uninterrupted, kill
+        assert deployment.supervisor.restarts == number
+        assert await deployment.healthy()
+        assert not left_of(killed.server.shm_prefix)
+        assert not killed.server.runtime.exists()
 
 
 def check_stub_is_named(model: str, log: str) -> None:
@@ -177,6 +199,7 @@ def check_stub_is_named(model: str, log: str) -> None:
     assert named or aborted
 
 
+@pytest.mark.rare
 async def test_sampled_text_goes_on_as_it_would_have(
     demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
