@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import importlib
 import os
 import reprlib
@@ -6,7 +7,7 @@ import shutil
 import ssl
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from cog_triton.deployment import deployment, transformers_checks
 from cog_triton.models import stub
+from cog_triton.processes import without_collections
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import regions_left, wait_until
 from tools.demo_model import DIRECTORY
@@ -128,6 +130,15 @@ SHARED_SERVERS = ("cog_server", "paced_cog_server")
 # Those of tests/compute: PyTorch takes seconds to import, so one process runs them.
 COMPUTE = "tests that compute with PyTorch"
 FIRST_GROUPS = (*SHARED_SERVERS, COMPUTE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while the tests are collected, and later not among what was made for them."""
+    with without_collections():
+        result = yield
+    gc.freeze()
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
