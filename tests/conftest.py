@@ -30,6 +30,10 @@ sys.path.insert(0, str(ROOT / "scripts"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Several processes of a run compute, and so do their servers. The threads of PyTorch's operations spin
+# while they wait for each other: with too few processors, that takes many times longer than the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Machines are shared: no example fails for the time that it takes. Each run tries other examples, so half
 # of the usual number is enough.
 with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
