@@ -305,6 +305,18 @@ def test_a_url_in_a_request_is_text(paced_cog_server: CogServer) -> None:
     assert asked == []
 
 
+def test_a_stream_has_events_of_the_log_and_the_metrics(paced_cog_server: CogServer) -> None:
+    with paced_cog_server.stream(prompt="Hi", max_tokens=3, seed=5) as events:
+        names = [name for name, _ in events]
+    assert {*names} == {"start", "output", "log", "metric", "completed"}
+    assert (names[0], names[-1]) == ("start", "completed")
+
+
+def test_a_cancel_of_no_prediction_is_a_404(paced_cog_server: CogServer) -> None:
+    url = f"{paced_cog_server.url}/predictions/nothing-has-this-id/cancel"
+    assert httpx.post(url, trust_env=False).status_code == 404
+
+
 def test_health_is_what_a_request_would_see(paced_cog_server: CogServer) -> None:
     def health() -> str:
         url = f"{paced_cog_server.url}/health-check"

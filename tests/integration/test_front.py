@@ -272,6 +272,7 @@ def test_busy_for_too_long_is_not_ready(server: Server) -> None:
         for _ in range(SLOTS):
             pool.submit(server.ask, wait_s=2.5)
         wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
+        assert server.ask().status_code == 409
         said = wait_until(refused, 60, "the refusal")
         assert said["status"] == "BUSY"
         assert "without any progress" in said["detail"]

@@ -120,6 +120,18 @@ def test_a_prompt_template_goes_before_the_chat_template(
     assert (request.prompt, request.add_special_tokens) == (prompt, None)
 
 
+def test_settings_are_the_defaults_of_inputs(
+    base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"STOP_SEQUENCES": r"END,a\,b", "LOG_PERFORMANCE_METRICS": "true"}
+    assert asked(base_model, environment, prompt="Hi").stop_sequences == ("END", "a,b")
+    assert "time_to_first_token: " in capsys.readouterr().out
+    other = asked(base_model, environment, prompt="Hi", stop_sequences="no")
+    assert other.stop_sequences == ("no",)
+    asked(base_model, prompt="Hi")
+    assert "time_to_first_token: " not in capsys.readouterr().out.rpartition("Random seed")[2]
+
+
 def test_models_whose_prompts_stay_as_they_are(demo_model: Path, base_model: Path) -> None:
     for model in (demo_model, base_model):
         request = asked(model, prompt="Hi")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from cog_triton.deployment.template_variables import read_overrides
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import VARIABLES, Settings, misspelt_variables, read_settings
 from tests.support import ROOT
@@ -35,6 +36,17 @@ def test_all_problems_are_named_at_once() -> None:
     for name, value in wrong.items():
         assert f"{name}='{value}'" in str(caught.value)
     assert read_settings({"DEVICE": "cuda:3", "DTYPE": "bfloat16"}).device == "cuda:3"
+
+
+def test_config_yaml_is_read_if_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_overrides(read_settings({})) == {}
+    Path("config.yaml").write_text("server: {ensemble: {args: {triton_max_batch_size: 16}}}")
+    assert read_overrides(read_settings({})) == {"ensemble": {"triton_max_batch_size": 16}}
+    with pytest.raises(ConfigurationError, match=r"COG_TRITON_CONFIG=none\.yaml does not exist"):
+        read_overrides(read_settings({"COG_TRITON_CONFIG": "none.yaml"}))
 
 
 def test_a_directory_is_made_absolute_and_an_id_is_left_alone(

@@ -22,6 +22,7 @@ from cog_triton.api.cog.replicate import kept
 from cog_triton.api.cog.replicate.kept import Kept
 from cog_triton.api.cog.replicate.routes import Replicate
 from cog_triton.settings import read_settings
+from cog_triton.web import Refusal
 from cog_triton.web.server import bound
 
 pytestmark = pytest.mark.anyio
@@ -30,15 +31,16 @@ pytestmark = pytest.mark.anyio
 class CogsEvents(CogServer):
     """Answers every request with these bytes."""
 
-    def __init__(self, events: bytes) -> None:
+    def __init__(self, events: bytes, status: int = 200) -> None:
         self._events = events
+        self._status = status
 
     @contextlib.asynccontextmanager
     async def exchange(self, *_: Any) -> AsyncIterator[Reply]:
         answer = Answer(1 << 16, ())
         answer.feed_data(self._events)
         answer.feed_eof()
-        yield Reply(200, [], answer)
+        yield Reply(self._status, [], answer)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,20 @@ async def test_a_prediction_ends_whatever_comes(
     fields = reply.json()
     assert (reply.status_code, fields["status"]) == (201, status)
     assert (fields["error"] or "").startswith(error or "")
+
+
+async def test_without_a_free_slot_a_client_is_told_when_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    predictions = Predictions(tmp_path / "predictions")
+    cog_server = CogsEvents(b'{"detail":"all slots are taken"}', status=409)
+    transport = httpx.ASGITransport(Router(Replicate(cog_server, predictions, None).routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        with pytest.raises(Refusal) as refused:  # which the front answers
+            await client.post("/v1/predictions", json={"input": {}})
+    predictions.files.remove_all()
+    assert (refused.value.status, refused.value.retry_after) == (409, 1)
 
 
 def test_the_oldest_that_can_go_make_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,3 +341,32 @@ async def test_a_full_queue_has_room_for_a_tenant_that_has_less_than_its_part() 
     release.set()
     assert [await task for task in busy] == ["answered"] * 5 + ["full"]
     assert [await task for task in other] == ["answered"] * 2 + ["full"]
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(40, 2), (20, 1), (19, 0)])
+async def test_one_slot_in_twenty_is_kept_for_tenants_that_have_few_requests(
+    slots: int, kept: int
+) -> None:
+    queue = Admission(slots, 100, 60)
+
+    async def ask(name: str, end: asyncio.Event) -> None:
+        async with queue.acquire(Tenant(name)):
+            await end.wait()
+
+    ends = [asyncio.Event() for _ in range(slots + 9)]
+    tasks = [asyncio.create_task(ask("hog", end)) for end in ends]
+    await settle()
+    assert queue.running == slots, "nobody else has a request"
+    tasks.append(asyncio.create_task(ask("light", asyncio.Event())))
+    for end in ends[: kept + 1]:
+        await settle()
+        end.set()
+    await settle()
+    assert queue.running == slots - kept, "the light tenant has one, and the hog gets no other"
+    waiting = queue.waiting
+    tasks.append(asyncio.create_task(ask("other", asyncio.Event())))
+    await settle()
+    assert (queue.waiting == waiting) is (kept > 0), "who comes has a slot that was kept"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

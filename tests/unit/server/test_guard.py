@@ -57,6 +57,17 @@ def test_a_guard_without_a_prefix_removes_no_shared_memory(tmp_path: Path) -> No
     assert (tmp_path / "other").exists()
 
 
+def test_a_server_ends_with_its_starter(tmp_path: Path) -> None:
+    with start(tmp_path, "server", "sh", "-c", "echo $$; exec sleep 600") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        assert alive(server)
+        process.stdin.close()  # as where the starter is killed
+        process.wait(60)
+        assert not alive(server)
+
+
 def test_descendants_in_process_groups_of_their_own_are_killed(tmp_path: Path) -> None:
     program = """
 import os, subprocess

@@ -91,6 +91,17 @@ def test_a_request_that_takes_too_long_is_told_how_long_it_had(path: str, second
     assert f"the request did not come within {seconds} s".encode() in connection.answers
 
 
+@pytest.mark.anyio
+async def test_a_connection_without_a_request_is_closed() -> None:
+    limits = Limits(idle_seconds=0.01)
+    config: Any = Server(None, limits, AccessRule(loopback=False), refusal_body).config
+    protocol = config.http(config, ServerState(), {})
+    closed = asyncio.Event()
+    protocol.connection_made(Mock(close=closed.set, get_extra_info=lambda _: None))
+    await asyncio.wait_for(closed.wait(), 60)
+    protocol.connection_lost(None)
+
+
 def test_nothing_passes_behind_a_refusal_which_knows_its_target() -> None:
     connection = Connection(GET + b"POST /x HTTP/1.1\r\nContent-Length: 101\r\n\r\n" + GET, GET)
     assert len(connection.requests) == 1
