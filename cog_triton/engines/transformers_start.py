@@ -13,6 +13,7 @@ import importlib
 import importlib.abc
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ SHAPES = "torch._meta_registrations"
 
 def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
     """Load the model that the tensorrt_llm model's parameters name, and start an engine on it."""
+    let_waiting_threads_sleep()
     if not may_do_without_compiler(parameters):
         complete_torch()
         return _create(parameters)
@@ -46,6 +48,16 @@ def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
         logger.info("loading the model again, with all of PyTorch: %s", error)
         complete_torch()
         return _create(parameters)
+
+
+def let_waiting_threads_sleep() -> None:
+    """Make the threads of PyTorch's operations sleep while they wait for each other, unless told otherwise.
+
+    By default they spin. A server shares its processors with its clients and with other servers; where
+    there are fewer processors than threads, steps of a model then take ten times longer.
+    OpenMP reads the variable as PyTorch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _create(parameters: Mapping[str, str]) -> Engine:

@@ -1,12 +1,14 @@
 """A start on a CPU does without PyTorch's compiler, and leaves it usable."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cog_triton.engines import transformers_start
 from cog_triton.engines.transformers_start import may_do_without_compiler
 from tests.support import ROOT
 
@@ -91,3 +93,23 @@ def test_only_a_plain_checkpoint_on_a_cpu(
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert may_do_without_compiler({"model": str(tmp_path), **parameters}) is expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")], ids=["unset", "set"]
+)
+def test_waiting_threads_sleep_unless_the_user_wants_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str
+) -> None:
+    """What OpenMP finds when the engine imports PyTorch."""
+    found: list[str | None] = []
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+
+    def create(_parameters: object) -> None:
+        found.append(os.environ.get("OMP_WAIT_POLICY"))
+
+    monkeypatch.setattr(transformers_start, "_create", create)
+    transformers_start.create_transformers_engine({"model": "/no/such/model"})
+    assert found == [expected]
