@@ -268,15 +268,21 @@ def test_busy_for_too_long_is_not_ready(server: Server) -> None:
         reply = server.client.get("/health/ready")
         return None if reply.status_code == 200 else reply.json()
 
+    names = [f"busy-{uuid4().hex}" for _ in range(SLOTS)]
+    body = {"input": {"wait_s": 3600}}  # until they are canceled
     with ThreadPoolExecutor(SLOTS) as pool:
-        for _ in range(SLOTS):
-            pool.submit(server.ask, wait_s=2.5)
-        wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
-        assert server.ask().status_code == 409
-        said = wait_until(refused, 60, "the refusal")
-        assert said["status"] == "BUSY"
-        assert "without any progress" in said["detail"]
-        assert server.client.get("/health/live").status_code == 200
+        for name in names:
+            pool.submit(server.client.put, f"/predictions/{name}", json=body, timeout=None)
+        try:
+            wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
+            assert server.ask().status_code == 409
+            said = wait_until(refused, 60, "the refusal")
+            assert said["status"] == "BUSY"
+            assert "without any progress" in said["detail"]
+            assert server.client.get("/health/live").status_code == 200
+        finally:
+            for name in names:
+                server.client.post(f"/predictions/{name}/cancel")
     wait_until(lambda: refused() is None, 60, "the end of the predictions")
 
 
