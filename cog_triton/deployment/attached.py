@@ -308,6 +308,10 @@ class TextDeployment(Deployment):
             # It adds special tokens in any case.
             if name != ADD_SPECIAL_TOKENS:
                 raise InvalidParameter(f"{name} is not supported by this Triton's ensemble")
+        if request.log_probs is not None:
+            raise InvalidParameter(
+                "logprobs are not supported, because this Triton's ensemble returns only text"
+            )
         no_words = np.array([[b""]], np.object_)
         inputs = {name: no_words for name in WORDS if not self.known.get(name, True)}
         wanted = triton_inputs(request)

@@ -236,6 +236,32 @@ def test_a_request_that_fails(
     assert len(server.given) == len(scripts)
 
 
+class Mortal(Server):
+    """A server whose end another one follows, with another client."""
+
+    def __init__(self, *scripts: Script) -> None:
+        super().__init__(*scripts)
+        self.following: Mortal | None = None
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        last = self
+        while last.following is not None:
+            last = last.following
+        if failed is cast(TritonClient, last):
+            last.following = last = Mortal()
+            last._scripts = self._scripts
+        return cast(TritonClient, last)
+
+
+def test_a_request_that_ends_each_server_before_its_first_token_is_not_sent_to_a_third() -> None:
+    server = Mortal([GONE], [GONE], [tokens(1, final=True)])
+    with pytest.raises(TritonUnavailable, match="two servers crashed as they started this request"):
+        run(server, inputs(max_tokens=9), attempts=9)
+    assert len(server._scripts) == 1
+    answering = Mortal([tokens(1), GONE], [GONE], [tokens(2, final=True)])
+    assert [one.ids for one in run(answering, inputs(max_tokens=9), attempts=9)] == [[1], [2]]
+
+
 def test_an_adapter_that_the_engine_does_not_have_is_sent() -> None:
     """Of all attempts to go on as well, which are not used up by it."""
     server = Server(

@@ -8,7 +8,8 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.deployment import attached
-from cog_triton.errors import ConfigurationError, TritonUnavailable, blameless
+from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable, blameless
+from cog_triton.request.request import Request, triton_inputs
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer
@@ -110,3 +111,41 @@ def test_a_triton_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_an_address_with_a_wrong_port_or_host_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--triton-endpoint .* is not valid"):
         attached.address_of(endpoint)
+
+
+# An ensemble that returns text and no ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"logit_bias": ((5, 1.0),)}, "logit_bias is not supported"),
+        ({"min_p": 0.1}, "min_p is not supported"),
+        ({"log_probs": 0}, "logprobs are not supported"),
+        ({"log_probs": 2}, "top_logprobs is not supported"),
+        ({"log_probs": 0, "prompt_log_probs": True}, "prompt_logprobs is not supported"),
+        ({"allowed_token_ids": (5,)}, "allowed_token_ids is not supported"),
+        ({"stop_token_ids": (5,)}, "stop_token_ids is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens must be true"),
+        ({"prompt_ids": (1, 2)}, "prompt_ids is not supported"),
+    ],
+    ids=str,
+)
+@pytest.mark.anyio
+async def test_what_an_ensemble_of_text_cannot_do_is_refused_by_name(
+    fields: dict[str, Any], problem: str, tokenizer: Tokenizer
+) -> None:
+    nothing: Any = None
+    deployment = attached.TextDeployment(
+        read_settings({}),
+        nothing,
+        nothing,
+        nothing,
+        tokenizer,
+        triton=nothing,
+        model="ensemble",
+        known=dict.fromkeys(triton_inputs(Request("Hi", 1, **fields)), True),
+        adapters=None,
+    )
+    with pytest.raises(InvalidParameter, match=problem):
+        await anext(deployment.generate(Request("Hi", 1, **fields)))
