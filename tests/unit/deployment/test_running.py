@@ -5,6 +5,7 @@ import errno
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -243,3 +244,41 @@ def test_a_start_without_its_port_is_repeated_at_once_and_not_for_ever() -> None
     policy.on_started(3.0)
     assert policy.repeats_at_once(taken)
     assert policy.recent == 0
+
+
+class SilentServer:
+    """A server process that is alive until it is killed."""
+
+    end = "it was killed"
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("hang_timeout", "silence"), [(8.0, 7.9), (8.0, 8.1), (0.0, 9e9)])
+def test_a_server_that_is_silent_for_too_long_is_killed(
+    hang_timeout: float, silence: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.0)
+    server: Any = SilentServer()
+    client: Any = SimpleNamespace(silence=lambda: silence)
+    running = module.RunningServer(server, client, cast(Any, None), hang_timeout)
+
+    async def end_of_it() -> str:
+        ended = asyncio.create_task(running.ended())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        is_killed = not server.alive
+        server.kill()
+        reason = await ended
+        assert is_killed == ("Triton hangs" in reason)
+        return reason
+
+    expected = "Triton hangs: no running request has received a response for 8 s"
+    assert asyncio.run(end_of_it()) == (expected if silence == 8.1 else "it was killed")
