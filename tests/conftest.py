@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import reprlib
 import shutil
@@ -47,12 +48,36 @@ SWIG_WARNING = r"builtin type (SwigPyPacked|SwigPyObject|swigvarlink) has no __m
 
 
 @pytest.fixture(scope="session", autouse=True)
-def transformers_with_models() -> Iterator[None]:
-    """Let nothing take PyTorch for missing in this process: for transformers, that is for good."""
+def pytorch_for_all_tests_or_for_none(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let transformers find PyTorch if a test of this run may compute; else spare its import of seconds.
+
+    transformers looks once, so for one process the answer is for good.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (deployment, transformers_checks, stub):
             patch.setattr(module, "without_torch", lambda: None)
+        unit_tests = ROOT / "tests/unit"
+        is_unit_run = all(item.path.is_relative_to(unit_tests) for item in request.session.items)
+        if is_unit_run and "torch" not in sys.modules:
+            patch.setitem(sys.modules, "torch", None)
         yield
+
+
+PYTORCHS_LOGGERS: list[str] = []
+
+
+def pytest_runtest_logfinish() -> None:
+    """Let PyTorch's loggers hand on what they log, once it is imported.
+
+    pytest attaches its handlers to each logger that does not, some fifty, six times in each test.
+    """
+    if sys.modules.get("torch") is None or PYTORCHS_LOGGERS:
+        return
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
+            logger.handlers.clear()
+            PYTORCHS_LOGGERS.append(name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -84,12 +84,12 @@ def _create_grammar(original: Callable[..., Any], manager: Any, request: Any) ->
 
 def _add_request(original: Callable[..., Any], batch: Any, request: Any) -> Any:
     """Add a request to a worker's batch, with a generator that has drawn for the delivered ids."""
-    import torch
-
     ids = _delivered(request)
     if ids and not request.output_token_ids:
         request.output_token_ids.extend(ids)
         if request.generator is not None:
+            import torch
+
             logits = torch.zeros(1, batch.vocab_size, device=batch.device)
             for _ in ids:
                 _sampler().forward(logits.clone(), {0: request.generator}, None, None)

@@ -1,5 +1,8 @@
 """DEVICE=cuda where it cannot be had is refused at once, with the remedy."""
 
+import importlib.util
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,11 +54,13 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 def test_the_build_of_pytorch_is_read_from_its_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import torch
-
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
     found = devices.installed_torch()
     assert found is not None
-    assert found.cuda == torch.version.cuda
+    assert found.cuda == runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert devices.installed_torch() is None
     (tmp_path / "version.py").write_text(

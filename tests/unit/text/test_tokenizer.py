@@ -85,7 +85,9 @@ def test_a_special_token_that_is_no_text(demo_model: Path, tmp_path: Path) -> No
         load_tokenizer(str(tmp_path))
 
 
-def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
+def test_torch_is_hidden_from_transformers_only(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
         "import sys\n"
         "from cog_triton.text.tokenizer import load_tokenizer, without_torch\n"
@@ -99,4 +101,5 @@ def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
     command = [sys.executable, "-c", program, str(demo_model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert done.stdout.strip() == str(importlib.util.find_spec("torch") is not None)
