@@ -12,6 +12,7 @@ A comment on the line before a block says what that is:
     <!-- needs: minutes -->      not run: it takes long, and what it does is tested otherwise
 """
 
+import functools
 import re
 import shlex
 import subprocess
@@ -51,6 +52,19 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def names_a_test(identifier: str) -> bool:
+    """Return whether there is a test of this id: FILE::FUNCTION, or FILE::FUNCTION[CASE] of any case."""
+    file, _, test = identifier.partition("::")
+    return test.partition("[")[0] in _functions_of(file)
+
+
+@functools.cache
+def _functions_of(file: str) -> frozenset[str]:
+    path = ROOT / file
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return frozenset(re.findall(r"^(?:async )?def (\w+)\(", text, re.MULTILINE))
 
 
 def pages_of(page: Path) -> list[Path]:

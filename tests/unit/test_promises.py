@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 import yaml
 
-from tests.pages import PAGES
+from tests.pages import PAGES, names_a_test
 from tests.support import ROOT
 
 LIST = ROOT / "tests" / "promises.yaml"
@@ -67,16 +67,7 @@ def sections_of(page: Path) -> dict[str, set[str]]:
 
 
 def test_every_named_test_exists() -> None:
-    missing = []
-    names: dict[str, set[str]] = {}
-    for promise in PROMISES:
-        file, _, test = promise.test.partition("::")
-        if file not in names:
-            path = ROOT / file
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            names[file] = {*re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE)}
-        if test not in names[file]:
-            missing.append(str(promise))
+    missing = [str(promise) for promise in PROMISES if not names_a_test(promise.test)]
     assert missing == [], "name the tests that prove these promises now"
 
 
