@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ import yaml
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
-from tests.support import ROOT, alive, limit, processes, script, wait_until
+from tests.support import ROOT, alive, command, limit, processes, wait_until
 from tools.engine_builder.build import build
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import Toolchain
@@ -117,8 +118,6 @@ class Machine:
         file.write_text(yaml.safe_dump({"model": str(self.model), **keys}))
         return file
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return script("build_engine.py", *arguments, cwd=self.root, environ=self.environment())
 
 
 @pytest.fixture
@@ -309,22 +308,26 @@ def test_a_workdir_is_one_builds_at_a_time_and_then_the_next_ones(machine: Machi
 def test_the_commands_output_and_exit_status(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = machine.command(str(machine.config_file(modell="x")))
+    monkeypatch.chdir(machine.root)
+    for name, value in machine.environment().items():
+        monkeypatch.setenv(name, value)
+    build_engine = partial(command, "build-engine")
+    wrong = build_engine(str(machine.config_file(modell="x")))
     assert (wrong.returncode, wrong.stderr[:31]) == (2, "error: E3001 ConfigurationError")
     file = str(machine.config_file(dtype="float16", convert_args={"name": "with space"}))
-    dry = machine.command(file, "--dry-run", "--workdir", "work")
+    dry = build_engine(file, "--dry-run", "--workdir", "work")
     assert dry.returncode == 0, dry.stderr
     assert not machine.calls()
     names, lines = dry.stdout.splitlines()[::2], dry.stdout.splitlines()[1::2]
     assert names == ["# convert", "# build"]
     monkeypatch.setenv("FAKE_TRTLLM_BUILD", "exit3")
-    failed = machine.command(file, "--workdir", "work")
+    failed = build_engine(file, "--workdir", "work")
     assert failed.returncode == 1
     assert failed.stderr.startswith("E3101 EngineBuildError: step build failed with exit status 3")
     for line, call in zip(lines, machine.calls(), strict=True):
         assert line.endswith(shlex.join(call["argv"]))
     monkeypatch.delenv("FAKE_TRTLLM_BUILD")
-    assert machine.command(file).returncode == 0
+    assert build_engine(file).returncode == 0
     assert "engine/rank0.engine" in machine.content()
     assert not (machine.root / "engine.build").exists()
 
