@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import CogServer, marked, script
+from tests.support import CogServer, command, marked, script
 from tools.benchmark.targets import TARGETS
 
 MARK = "COG_TRITON_TEST_MARK"
@@ -72,6 +72,6 @@ def test_a_server_that_is_not_there(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    finished = run(tmp_path, "--settings", "ENGINE=steam")
+    finished = command("bench", "--artifact-dir", str(tmp_path), "--settings", "ENGINE=steam")
     assert finished.returncode == 2
     assert "ENGINE='steam'" in finished.stderr

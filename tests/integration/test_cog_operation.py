@@ -18,6 +18,7 @@ from tests.support import (
     CogServer,
     alive,
     children,
+    fake_triton,
     free_port,
     http_server,
     limit,
@@ -48,12 +49,11 @@ def server(
     with http_server(partial(SimpleHTTPRequestHandler, directory=str(directory))) as url:
         environment = {
             **second_servers_environment(),
+            # Over HTTP.
+            **fake_triton(token_ms="20"),
             "COG_WEIGHTS": f"{url}/model.tar",
             "WEIGHTS_CACHE": str(directory / "cache"),
             "MODEL": "no/such/model",
-            "ENGINE": "simulated",
-            "SIMULATED_INTER_TOKEN_MS": "20",
-            "TRANSPORT": "http",
             "MAX_RUNNING": str(RUNNING),
             "MAX_WAITING": str(WAITING),
             "PREDICTOR_METRICS_PORT": str(free_port()),

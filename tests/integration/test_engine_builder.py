@@ -119,7 +119,6 @@ class Machine:
         return file
 
 
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path)

@@ -359,27 +359,7 @@ def test_two_that_start_at_once_at_one_address(tmp_path: Path) -> None:
 
 
 def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> None:
-    with (
-        serving(tmp_path) as server,
-        closing(server.connect()) as idle,
-        server.stream(chunks=50, ms=20) as running,
-    ):
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.client.get("/health/ready").status_code == 503, 60, "the change")
-        assert server.client.get("/health/live").status_code == 200
-        refused = server.ask()
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert "stopping" in refused.json()["detail"]
-        assert server.client.post("/predictions/nothing/cancel").status_code == 404
-        events = list(running)
-        assert len(chunks(iter(events))) == 50
-        assert events[-1][1]["status"] == "succeeded"
-        assert server.process.wait(timeout=limit(60)) == 0
-        assert idle.recv(1) == b""
-
-
-def test_sigterm_does_not_swallow_a_webhook(tmp_path: Path) -> None:
-    """Of a prediction that nobody waits for, whose receiver is away at first."""
+    """Nor is a webhook lost, of a prediction that nobody waits for, whose receiver is away at first."""
     came: list[str] = []
 
     class Hook(QuietHandler):
@@ -388,13 +368,27 @@ def test_sigterm_does_not_swallow_a_webhook(tmp_path: Path) -> None:
             self.send_response(200 if len(came) > 2 else 503)
             self.end_headers()
 
-    stub = {"COG_PREDICT_TYPE_STUB": "predict.py:Listening"}
-    with http_server(Hook) as url, serving(tmp_path, **stub) as server:
+    with (
+        http_server(Hook) as url,
+        serving(tmp_path, COG_PREDICT_TYPE_STUB="predict.py:Listening") as server,
+        closing(server.connect()) as idle,
+        server.stream(chunks=50, ms=20) as running,
+    ):
         body = {"input": {"chunks": 50, "ms": 20}, "webhook": url}
         body["webhook_events_filter"] = ["completed"]
         server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=limit(30)) == 0
+        wait_until(lambda: server.client.get("/health/ready").status_code == 503, 60, "the change")
+        assert server.client.get("/health/live").status_code == 200
+        refused = server.ask()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "stopping" in refused.json()["detail"]
+        assert server.client.post("/predictions/nothing/cancel").status_code == 404
+        events = list(running)
+        assert events[-1][1]["status"] == "succeeded"
+        assert "".join(chunks(iter(events))) == "".join(f"{i} xxxxxxxxxx" for i in range(50))
+        assert server.process.wait(timeout=limit(60)) == 0
+        assert idle.recv(1) == b""
     assert came == ["succeeded"] * 3
 
 

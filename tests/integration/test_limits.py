@@ -11,13 +11,12 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from tests.openai_server import OpenAIServer
-from tests.support import CogServer, free_port, limit
+from tests.integration.conftest import SharedTriton, attached
+from tests.support import CogServer, fake_triton, free_port, limit
 
 BODY_BYTES = 100_000
-PORTS = ("front", "beside", "workers", "metrics")
-SIMULATED = {
-    "ENGINE": "simulated",
+PORTS = ("front", "beside", "openai", "metrics")
+LIMITS = {
     "MAX_REQUEST_BYTES": str(BODY_BYTES),
     "RECEIVE_TIMEOUT": "1",
     "DRAIN_SECONDS": "1",
@@ -41,35 +40,28 @@ class Port:
 
 
 @pytest.fixture(scope="module")
-def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Port]]:
+def ports(
+    demo_model: Path, paced_triton: SharedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Port]]:
     directory = tmp_path_factory.mktemp("limits")
-    numbers = {name: free_port() for name in ("beside", "metrics", "grpc")}
+    numbers = {name: free_port() for name in ("beside", "metrics")}
     environment = {
-        **SIMULATED,
+        **fake_triton(),
+        **LIMITS,
         "MODEL": str(demo_model),
         "OPENAI_PORT": str(numbers["beside"]),
         "PREDICTOR_METRICS_PORT": str(numbers["metrics"]),
-        "TRITON_GRPC_PORT": str(numbers["grpc"]),
     }
-    grpc = f"http://127.0.0.1:{numbers['grpc']}"
-    attached = (
-        "--triton-endpoint",
-        grpc,
-        "--tokenizer",
-        str(demo_model),
-        "--served-model-name",
-        "demo",
-    )
-    with CogServer(environment, directory / "cog") as cog:
+    openai = attached(paced_triton, demo_model, directory / "openai", **LIMITS)
+    with CogServer(environment, directory / "cog") as cog, openai as server:
         cog.wait_until_ready()
         numbers["front"] = cog.port
         ports = {
             name: Port(numbers[name], psutil.Process(cog.process.pid))
             for name in ("front", "beside", "metrics")
         }
-        with OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2") as server:
-            ports["workers"] = Port(server.port, psutil.Process(server.process.pid))
-            yield ports
+        ports["openai"] = Port(server.port, psutil.Process(server.process.pid))
+        yield ports
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -165,7 +157,7 @@ def test_what_a_web_page_may_not_ask(ports: dict[str, Port], name: str) -> None:
         assert status_of(reply) == status, (sent, reply)
         assert b"access-control" not in reply.lower()
         error = json.loads(reply.partition(b"\r\n\r\n")[2])
-        text = error["error"]["message"] if name in ("beside", "workers") else error["detail"]
+        text = error["error"]["message"] if name in ("beside", "openai") else error["detail"]
         if b"Host: evil.example" in sent:
             assert "ALLOWED_HOSTS" in text
         elif name != "metrics":

@@ -219,6 +219,15 @@ def test_figures_of_several_processes_are_one(several: OpenAIServer) -> None:
         assert seen['cog_triton_errors_total{code="",status="404"}'] == 1
 
 
+def test_each_of_several_processes_has_the_limits(several: OpenAIServer) -> None:
+    """All of the limits, at a single process: test_limits.py."""
+    long = {"X": "a" * 40_000}
+    foreign = {"Origin": "https://evil.example"}
+    for _ in range(10):  # each on a connection of its own
+        assert several.get("/health", headers=long).status_code == 431
+        assert several.post("/v1/completions", {}, headers=foreign).status_code == 403
+
+
 def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
     whole = several.chat(max_tokens=100, seed=1).json()["choices"][0]["message"]["content"]
     with several.stream(max_tokens=100, seed=1) as events:

@@ -26,7 +26,7 @@ def library() -> Path:
     command = [
         *compiler(),
         *("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"),
-        str(SOURCES / "backend.cc"),
+        "backend.cc",
     ]
     digest = hashlib.sha256("\0".join(command).encode())
     for file in sorted(SOURCES.glob("*.[hc]*")):
@@ -36,7 +36,7 @@ def library() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as directory:
             built = Path(directory) / BACKEND_LIBRARY
-            subprocess.run([*command, "-o", str(built)], check=True)
+            subprocess.run([*command, "-o", str(built)], cwd=SOURCES, check=True)
             built.replace(target)  # another process may be compiling, too
     return target
 
