@@ -1,55 +1,51 @@
-"""Responses that are kept, with OpenAI's client: on two workers with one journal, which are killed."""
+"""Responses and batches that are kept, with OpenAI's client and the command."""
 
-import os
-import signal
-import sqlite3
+import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.conftest import Triton, attached
 from tests.late import openai
-from tests.openai_server import ANSWER, QUESTION, OpenAIServer
-from tests.support import limit, started_by, wait_until
+from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
+from tests.support import command, limit, wait_until
 
 KEYS = ("sk-first", "sk-second")
 BODY: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0}
 BACKGROUND: dict[str, Any] = {**BODY, "background": True}
-RUNNING = ("queued", "in_progress")
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MEGABYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def server(
     triton: Triton, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAIServer]:
-    """Two workers with one journal, on the Triton that tests share."""
+    """With a journal and two keys, on the Triton that tests share."""
     directory = tmp_path_factory.mktemp("store")
     environment = {
         "STORE": str(directory / "journal.db"),
         "OPENAI_API_KEYS": ",".join(KEYS),
-        "OPENAI_WORKERS": "2",
-        "DRAIN_SECONDS": "0",
-        "MAX_RUNNING": "16",  # of which each worker has four for the background
+        "MAX_REQUEST_BYTES": str(MEGABYTE),
+        "MAX_FILE_BYTES": str(8 * MEGABYTE),
     }
     with attached(triton, demo_model, directory / "log", **environment) as server:
         yield server
+    assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture
 def clients(server: OpenAIServer) -> Iterator[list[Any]]:
-    """One of each key. Each request has a connection of its own, so that any worker gets it."""
+    """One of each key."""
     made = [
         openai.OpenAI(
             base_url=f"{server.url}/v1",
             api_key=key,
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(
-                trust_env=False, headers={"Connection": "close"}, timeout=limit(60)
-            ),
+            http_client=openai.DefaultHttpxClient(trust_env=False, timeout=limit(60)),
         )
         for key in KEYS
     ]
@@ -61,14 +57,6 @@ def clients(server: OpenAIServer) -> Iterator[list[Any]]:
 @pytest.fixture
 def client(clients: list[Any]) -> Any:
     return clients[0]
-
-
-def ended(client: Any, id: str) -> Any:
-    def end() -> Any:
-        response = client.responses.retrieve(id)
-        return response.status not in RUNNING and response
-
-    return wait_until(end, 60, f"the end of {id}")
 
 
 def test_a_response_is_kept_and_continued_until_it_is_deleted(clients: list[Any]) -> None:
@@ -134,50 +122,87 @@ def test_a_stream_is_picked_up_again_from_any_event(server: OpenAIServer, client
     assert last.startswith(f"id: {numbers[-1]}\nevent: response.completed\n")
 
 
-def test_one_that_is_cancelled_by_any_worker_stays_so(client: Any) -> None:
-    for _ in range(12):
-        id = client.responses.create(**BACKGROUND, extra_body={"min_tokens": 1900}).id
-        watched = client.responses.retrieve(id, stream=True)
-        seen = [next(watched) for _ in range(4)]
-        cancelled = client.responses.cancel(id)
-        seen += watched
-        if cancelled.status == "cancelled":
-            assert (seen[-1].type, seen[-1].response.status) == ("response.incomplete", "cancelled")
-        assert [event.sequence_number for event in seen] == [*range(len(seen))]
-        assert [*client.responses.retrieve(id, stream=True)] == seen
-        for same in (client.responses.cancel(id), client.responses.retrieve(id)):
-            assert same.to_dict() == cancelled.to_dict()
-    id = client.responses.create(**BACKGROUND).id
-    client.responses.delete(id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(id)
+# Batches
 
 
-def unfinished(server: OpenAIServer) -> dict[str, int]:
-    """The processes of the responses that have begun and not ended."""
-    with sqlite3.connect(server.environment["STORE"]) as journal:
-        sql = "SELECT id, runner FROM responses WHERE runner IS NOT NULL AND started IS NOT NULL"
-        return dict(journal.execute(sql).fetchall())
+def line_of(name: str, url: str, **fields: Any) -> dict[str, Any]:
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": MESSAGES, "max_tokens": 8},
+        TEXT: {"prompt": f"Hello {name}", "max_tokens": 8},
+        RESPONSES: {"input": "Hello", "max_output_tokens": 8},
+    }
+    body = {"model": "demo", **asked[url], **fields}
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
-def kill_worker(server: OpenAIServer) -> None:
-    os.kill(started_by(server.process.pid, "openai.workers")[0], signal.SIGKILL)
+def text_of(*lines: dict[str, Any]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def test_what_ran_when_all_was_killed_goes_on_to_the_same_text(
-    server: OpenAIServer, client: Any
+@pytest.mark.parametrize("endpoint", [CHAT, TEXT, RESPONSES])
+def test_openais_sdk_creates_polls_and_reads_one(client: openai.OpenAI, endpoint: Any) -> None:
+    lines = [line_of(str(n), endpoint) for n in range(20)]
+    lines[3]["body"]["temperature"] = 9
+    after: Any = {"anchor": "created_at", "seconds": 3600}
+    content = text_of(*lines)
+    file = client.files.create(file=("in.jsonl", content), purpose="batch", expires_after=after)
+    made = client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+    assert (made.status, made.metadata) == ("validating", {"a": "b"})
+
+    def over() -> Any:
+        batch = client.batches.retrieve(made.id)
+        return batch if batch.status == "completed" else None
+
+    batch = wait_until(over, 60, "the batch")
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (19, 1)
+    answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    texts = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    assert sorted(texts) == sorted({str(n) for n in range(20)} - {"3"})
+    key = {RESPONSES: "output"}.get(endpoint, "choices")
+    assert all(body[key] for body in texts.values())
+    (error,) = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    assert (error["custom_id"], error["response"]["status_code"]) == ("3", 400)
+    assert client.files.content(file.id).content == content
+    assert client.batches.list(limit=1).data[0].id == made.id
+    assert made.id in [one.id for one in client.batches.list(limit=1)]
+    assert client.files.delete(file.id).deleted
+
+
+def test_a_file_may_have_more_bytes_than_a_request(server: OpenAIServer) -> None:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+
+    def upload(size: int) -> httpx.Response:
+        form: Any = {"data": {"purpose": "batch"}, "files": {"file": b"x" * size}}
+        return server.post("/v1/files", headers=headers, **form)
+
+    file = upload(3 * MEGABYTE).json()
+    content = server.get(f"/v1/files/{file['id']}/content", headers=headers).content
+    assert content == b"x" * (3 * MEGABYTE)
+    assert upload(9 * MEGABYTE).status_code == 413
+    large = {"model": "demo", "prompt": "x" * 2 * MEGABYTE}
+    assert server.post(TEXT, large, headers=headers).status_code == 413
+
+
+def test_the_command_answers_a_file_of_vllms_run_batch(
+    server: OpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker first, then everything; and what ran at a stop."""
-    asked = [{**BODY, "temperature": n % 2, "extra_body": {"seed": n}} for n in range(20)]
-    create, ids = partial(client.responses.create, background=True), list[str]()
-    with ThreadPoolExecutor(20) as threads:
-        texts = [*threads.map(lambda body: client.responses.create(**body).output_text, asked)]
-        for end in (kill_worker, OpenAIServer.kill_all, OpenAIServer.stop):
-            ids += [response.id for response in threads.map(lambda body: create(**body), asked)]
-            wait_until(lambda: len(unfinished(server)) > 2, 60, "some that run")
-            end(server)
-            if server.process.poll() is not None:
-                assert unfinished(server)
-                server.__enter__()
-    assert [ended(client, id).output_text for id in ids] == texts * 3
-    assert not unfinished(server)
+    lines = [line_of(f"request-{n}", (CHAT, TEXT)[n % 2]) for n in range(10)]
+    lines[4]["body"]["model"] = "none"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "*")
+    options = ("-i", "in.jsonl", "-o", "out", "--url", server.url, "--api-key", KEYS[0])
+
+    Path("in.jsonl").write_bytes(text_of(*lines))
+    done = command("batch", *options)
+    assert done.returncode == 0, done.stderr
+    answers = list(map(json.loads, Path("out").read_text().splitlines()))
+    assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in lines]
+    codes = [answer["response"]["status_code"] for answer in answers]
+    assert codes == [200] * 4 + [404] + [200] * 5
+
+    Path("in.jsonl").write_bytes(text_of(lines[0], lines[0]))
+    done = command("batch", *options)
+    assert done.returncode == 1
+    assert "is already used by an earlier line" in done.stderr
