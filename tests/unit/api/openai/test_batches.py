@@ -18,10 +18,12 @@ from cog_triton.api.openai import batch_runner, jobs, pacing
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.background import BackgroundResponses
 from cog_triton.api.openai.batch_input import Checks, InputLine, split_lines
-from cog_triton.api.openai.batch_runner import Runner
+from cog_triton.api.openai.batch_runner import Runner, body_of
 from cog_triton.api.openai.keys import Key
 from cog_triton.api.openai.quotas import Quotas
 from cog_triton.api.openai.routes import files as file_routes
+from cog_triton.api.openai.schemas.files_and_batches import LineBody
+from cog_triton.api.openai.storage.batches import RunningBatch
 from cog_triton.api.openai.storage.files import LineRow
 from cog_triton.api.openai.storage.responses import ActiveResponse
 from cog_triton.errors import JournalUnavailable, TritonUnavailable
@@ -749,3 +751,77 @@ async def test_responses_that_make_room_let_another_be_asked_for(store: str) -> 
         for _ in range(5):
             reply = await client.post("/v1/responses", json={"input": "x", "store": True})
             assert reply.status_code == 200
+
+
+def test_a_line_without_a_seed_gets_the_same_one_each_time() -> None:
+    batch = RunningBatch("batch_1", "", "file_1", TEXT, "in_progress", expires=0, total=2)
+
+    def seed_of(number: int, *, seeded: bool = True, **fields: Any) -> int | None:
+        line = LineBody.model_validate(line_of(str(number), **fields))
+        seed: int | None = json.loads(body_of(line, batch, number, seeded=seeded)).get("seed")
+        return seed
+
+    assert seed_of(1) == seed_of(1) == seed_of(1, seed=-1) is not None
+    assert seed_of(2) != seed_of(1)
+    assert seed_of(1, seed=7) == 7
+    assert seed_of(1, seeded=False) is None, "vLLM is asked without one"
+
+
+@asynccontextmanager
+async def background_of(client: Client) -> AsyncIterator[BackgroundResponses]:
+    """The background responses of an application, which run meanwhile."""
+    background: BackgroundResponses = client.app.state.background
+    task = asyncio.create_task(background.work())
+    try:
+        yield background
+    finally:
+        await background.stop()
+        task.cancel()
+
+
+IN_BACKGROUND = {"input": "hi", "background": True}
+
+
+async def test_background_responses_take_half_of_the_slots(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    half = backend.admission.max_running // 2
+    async with Client(backend) as client, background_of(client) as background:
+        names = [
+            (await client.post("/v1/responses", json=IN_BACKGROUND)).json()["id"]
+            for _ in range(half + 1)
+        ]
+
+        async def half_run() -> bool:
+            return len(background.tasks) == half
+
+        await until(half_run)
+        waiting = set(names) - background.tasks.keys()
+        assert len(waiting) == 1
+        backend.gate.release()
+
+        async def the_last_runs() -> bool:
+            return waiting <= background.tasks.keys()
+
+        await until(the_last_runs)
+        assert len(background.tasks) == half
+
+
+async def test_a_background_response_counts_for_its_keys_tokens_alone(
+    store: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a sk-a max_running=1 tokens_per_minute=60\n")
+    backend = Backend(*CHUNKS, STORE=store, OPENAI_API_KEYS_FILE=str(keys))
+    async with Client(backend, "sk-a") as client:
+        replies = [await client.post("/v1/responses", json=IN_BACKGROUND) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [200, 200]
+        async with background_of(client):
+            for reply in replies:
+                path = f"/v1/responses/{reply.json()['id']}"
+
+                async def is_over(path: str = path) -> bool:
+                    return bool((await client.get(path)).json()["status"] == "completed")
+
+                await until(is_over)
+        used = client.served.quotas.headers(client.served.keys.named("a"))  # type: ignore[union-attr, arg-type]
+        assert int(dict(used)[b"x-ratelimit-remaining-tokens"]) <= 60 - 2 * 5 + 1
