@@ -113,6 +113,15 @@ def test_in_a_stub_the_interpreter_is_of_this_version(monkeypatch: pytest.Monkey
     assert subprocess.check_output(command, text=True).strip() == str(sys.version_info[:2])
 
 
+def test_it_reports_nothing_to_its_makers() -> None:
+    program = (
+        "import os\nfrom cog_triton.engines.interpreter import prepare_for_vllm\n"
+        "prepare_for_vllm()\nprint(os.environ['VLLM_NO_USAGE_STATS'])"
+    )
+    shown = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
+    assert shown == "1\n"
+
+
 def test_the_configuration_is_that_of_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
     made = MagicMock()
     usage = SimpleNamespace(UsageContext=SimpleNamespace(OPENAI_API_SERVER="api server"))

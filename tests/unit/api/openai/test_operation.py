@@ -1,14 +1,15 @@
 """What those who run the server see and set, on a backend that answers with what it is told to."""
 
 import logging
+import socket
 import sys
 from typing import Any
 
 import pytest
 
-from cog_triton.api.openai.server import invitation
+from cog_triton.api.openai.server import Embedded, invitation
 from cog_triton.client.tracing import tracer
-from cog_triton.errors import TritonOverloaded, TritonTimeout
+from cog_triton.errors import ConfigurationError, TritonOverloaded, TritonTimeout
 from cog_triton.generation import Chunk
 from cog_triton.settings import read_settings
 from tests.unit.api.openai.support import CHAT, CHUNKS, MESSAGES, Backend, ask, ask_in_turn
@@ -161,3 +162,17 @@ def test_the_ready_line_asks_an_instruct_model_in_its_own_form() -> None:
     chat = invitation(settings, "m", "http://x:1", chat=True)
     assert "/v1/chat/completions " in chat
     assert '"messages": [{"role": "user", "content": "What is a KV cache?"}]' in chat
+
+
+def test_the_port_beside_cogs_is_taken_before_anything_slow_and_0_is_a_free_one() -> None:
+    def listener_of(port: int) -> socket.socket:
+        return Embedded(read_settings({"OPENAI_PORT": str(port)}), lambda _: None)._listener
+
+    with listener_of(0) as free:
+        assert free.getsockname()[1] > 0
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=f"OPENAI_PORT: .*port {port}: Address already"
+        ):
+            listener_of(port)
