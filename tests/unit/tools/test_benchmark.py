@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from cog_triton.cli import main
 from tests.support import ROOT
-from tools.benchmark import engines
+from tools.benchmark import bench, engines
 from tools.benchmark.load import Load, Record
 from tools.benchmark.measuring import Result, Round, result_of
 from tools.benchmark.processes import LOAD_GENERATOR, Usage
@@ -111,6 +111,14 @@ def test_a_report_names_missed_goals_and_needs_no_network(
     assert "<dt>ENGINE</dt><dd>simulated</dd>" in page
     assert page.count('class="plot"') == 3
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="?https?:', page)
+
+
+@pytest.mark.parametrize(("rate", "status"), [(9.0, 1), (11.0, 0)])
+def test_the_exit_status_says_whether_a_goal_was_missed(
+    rate: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run_suite", lambda _: iter([Check("rate", rate, 10.0)]))
+    assert main(["bench", "--suite", "--artifact-dir", str(tmp_path)]) == status
 
 
 def test_the_goals_of_an_engine() -> None:
