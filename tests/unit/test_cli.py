@@ -12,10 +12,12 @@ import pytest
 
 from cog_triton import __version__
 from cog_triton.cli import load_commands, main, parse, parser_of
+from cog_triton.cli.options import port_of
 from cog_triton.cli.predict import free_ports
 from cog_triton.cli.registry import PACKAGE
 from cog_triton.cli.serve import url_of, why_not_free
 from cog_triton.deployment.model_files import served_names
+from cog_triton.errors import ConfigurationError
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
 
@@ -209,6 +211,16 @@ def test_predict_takes_free_ports_unless_they_are_set(
 ) -> None:
     settings = read_settings({**environ, **{k: v or "" for k, v in free_ports(environ).items()}})
     assert (settings.http_port, settings.grpc_port, settings.metrics_port) == ports
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "65536"])
+def test_a_port_that_is_none_is_named_with_its_variable(
+    port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORT", port)
+    with pytest.raises(ConfigurationError, match=f"PORT={port} is not a port from 0 to 65535"):
+        port_of(None, 5000)
+    assert port_of(5001, 5000) == 5001
 
 
 @pytest.mark.parametrize("command", ["serve", "openai", "batch", "worker"])
