@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 # imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Nor does each need to look for plugins of Pydantic in the metadata of some 200 packages.
+os.environ["PYDANTIC_DISABLE_PLUGINS"] = "1"
 
 # Several processes of a run compute, and so do their servers. The threads of PyTorch's operations spin
 # while they wait for each other: with too few processors, that takes many times longer than the work.
