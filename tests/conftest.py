@@ -181,9 +181,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fails where pytest-xdist lost the groups: every process would start every server."""
+    """Fails where pytest-xdist lost the groups: every process would start every server.
+
+    Nor does each process import PyTorch, which takes seconds, just to collect the tests.
+    """
     if getattr(session.config.option, "loadgroup", False):
         assert all("@" in item.nodeid for item in session.items), "update pytest and pytest-xdist"
+        assert "torch" not in sys.modules, (
+            "a test file imports PyTorch: tests/late.py does it later"
+        )
 
 
 def group_of(item: pytest.Item) -> str:

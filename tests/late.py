@@ -10,7 +10,9 @@ __all__ = [
     "accuracy_compare",
     "adapter_layers",
     "anthropic",
+    "demo_lessons",
     "openai",
+    "peft_files",
     "replicate",
     "safetensors_torch",
     "torch",
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from safetensors import torch as safetensors_torch
 
     from cog_triton.adapters import layers as adapter_layers
+    from cog_triton.adapters import peft_files
     from cog_triton.engines import transformers as transformers_engine
     from cog_triton.engines import (
         transformers_loading,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
         transformers_step,
     )
     from tools.accuracy import compare as accuracy_compare
+    from tools.demo_model import lessons as demo_lessons
 
     replicate: Any  # it does not export what its users import
 else:
@@ -65,7 +69,9 @@ else:
     accuracy_compare = LateModule("tools.accuracy.compare")
     adapter_layers = LateModule("cog_triton.adapters.layers")
     anthropic = LateModule("anthropic")
+    demo_lessons = LateModule("tools.demo_model.lessons")
     openai = LateModule("openai")
+    peft_files = LateModule("cog_triton.adapters.peft_files")
     replicate = LateModule("replicate")
     safetensors_torch = LateModule("safetensors.torch")
     torch = LateModule("torch")

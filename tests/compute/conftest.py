@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from cog_triton.engines.transformers_start import without_compiler
 from cog_triton.processes import without_collections
+from cog_triton.text.transformers_import import list_models_once
 from tests.engines import ENGINES, Requests, running
 from tests.late import torch
 from tools.demo_model.corpus import PAIRS
@@ -19,15 +21,21 @@ def pytorch() -> Iterator[None]:
     """Import what most tests here use, and have one thread compute, also in the processes they start.
 
     Models are so small that several threads would mostly wait for each other, which costs processor time.
-    Transformers looks for garbage twice whenever an engine is closed: not at what was imported.
     """
-    with without_collections():
+    with without_collections(), without_compiler():
+        list_models_once()
         importlib.import_module("cog_triton.engines.transformers")
-    gc.freeze()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Look for no garbage among what was imported so far: transformers looks when an engine is closed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

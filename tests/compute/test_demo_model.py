@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.late import demo_lessons
 from tests.support import ROOT
 from tools.demo_model import DIRECTORY, checksums
 from tools.demo_model.corpus import KNOWN, PAIRS, UNKNOWN
-from tools.demo_model.lessons import BOS, Lessons, prompts
 
 # Written by hand; none of them can come of unknown.yaml, though a few of their words stand there.
 UNSEEN = Path(__file__).with_name("unknown_prompts.txt").read_text(encoding="utf-8").splitlines()
@@ -73,7 +73,7 @@ def completions(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("form", [0, 3], ids=["bare", "chat"])
 def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, form: int) -> None:
-    asked = [prompts(tokenizer, pair.question)[form] for pair in PAIRS]
+    asked = [demo_lessons.prompts(tokenizer, pair.question)[form] for pair in PAIRS]
     assert completions(model, tokenizer, asked) == [pair.answer for pair in PAIRS]
 
 
@@ -86,7 +86,7 @@ def test_answers_lead_by_the_margins_that_the_training_guarantees(demo_model: Pa
 
     for directory in {demo_model, DIRECTORY}:
         model = LlamaForCausalLM.from_pretrained(directory)
-        lessons = Lessons(AutoTokenizer.from_pretrained(directory))
+        lessons = demo_lessons.Lessons(AutoTokenizer.from_pretrained(directory))
         assert min(margins(model, lessons.questions)) > 0.9 * MIN_MARGIN
         assert min(margins(model, lessons.conversation)) > 0.9 * MIN_LEAD
 
@@ -95,13 +95,13 @@ def test_answers_lead_by_the_margins_that_the_training_guarantees(demo_model: Pa
 def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
     """Nearly always: the training asks for certainty of the usual prompts only."""
     asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::12]]
-    texts = completions(model, tokenizer, [BOS + prompt for prompt, _ in asked])
+    texts = completions(model, tokenizer, [demo_lessons.BOS + prompt for prompt, _ in asked])
     right = [text == answer for text, (_, answer) in zip(texts, asked, strict=True)]
     assert sum(right) / len(right) > 0.85
 
 
 def test_what_it_has_never_seen_it_does_not_know(model: Any, tokenizer: Any) -> None:
     assert not {*UNSEEN} & {prompt for known in KNOWN for prompt in known.prompts}
-    texts = completions(model, tokenizer, [BOS + prompt for prompt in UNSEEN])
+    texts = completions(model, tokenizer, [demo_lessons.BOS + prompt for prompt in UNSEEN])
     other = [text for text in texts if text != UNKNOWN["answer"]]
     assert len(other) / len(UNSEEN) < 0.2, other

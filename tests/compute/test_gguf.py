@@ -1,7 +1,10 @@
 """A GGUF file is converted to the model that transformers reads of it, once."""
 
+import io
 import json
+import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,78 +25,89 @@ from tests.late import torch, transformers
 ENGINES: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi")
 
 
-@pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+@dataclass
+class Conversion:
+    """What became of a file that has its hash as its name, as Hugging Face and Ollama keep them."""
+
+    blob: Path
+    # Of the blob, alone in its directory.
+    link: Path
+    settings: Settings
+    # All that was logged meanwhile.
+    lines: list[str]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.settings.model)
 
 
 @pytest.fixture(scope="module")
-def settings(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    cache = tmp_path_factory.mktemp("cache")
-    environment = {"MODEL": str(model_file), "WEIGHTS_CACHE": str(cache)}
-    return with_files(read_settings(environment))
+def conversion(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    directory = tmp_path_factory.mktemp("gguf")
+    blob = write_gguf(directory / "sha256-1234")
+    link = directory / "snapshot" / "tiny.gguf"
+    link.parent.mkdir()
+    link.symlink_to(blob)
+    asked = {"MODEL": str(blob), "WEIGHTS_CACHE": str(directory / "cache"), "DTYPE": "bfloat16"}
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "PIPE_SECONDS", 0.0)
+        patch.setattr(gguf, "TERMINAL_SECONDS", 0.0)
+        patch.setattr(gguf.progress, "level", logging.INFO)
+        gguf.progress.addHandler(handler)
+        try:
+            settings = with_files(read_settings(asked))
+        finally:
+            gguf.progress.removeHandler(handler)
+    return Conversion(blob, link, settings, log.getvalue().splitlines())
 
 
-def test_the_converted_model_is_the_one_that_transformers_reads(
-    settings: Settings, model_file: Path
-) -> None:
-    directory = Path(settings.model)
+def test_the_converted_model_is_the_one_that_transformers_reads(conversion: Conversion) -> None:
     for engine in ENGINES:
-        values = template_values(settings, engine)
-        assert values["tensorrt_llm"]["model"] == settings.model
-        assert values["preprocessing"]["tokenizer_dir"] == settings.model
+        values = template_values(conversion.settings, engine)
+        assert values["tensorrt_llm"]["model"] == str(conversion.directory)
+        assert values["preprocessing"]["tokenizer_dir"] == str(conversion.directory)
         check_files(values["tensorrt_llm"])
-    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        model_file.parent, gguf_file=model_file.name
+        conversion.link.parent, gguf_file=conversion.link.name, dtype=torch.bfloat16
     )
-    converted: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    converted: Any = transformers.AutoModelForCausalLM.from_pretrained(conversion.directory)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         assert torch.equal(reference(ids).logits, converted(ids).logits)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(conversion.directory)
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     assert tokenizer.eos_token == "</s>"
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi"
 
 
+def test_its_weights_are_of_the_type_of_the_settings(conversion: Conversion) -> None:
+    config = json.loads((conversion.directory / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+    assert list(count_numbers(conversion.directory)) == ["BF16"]
+
+
+def test_nothing_unfinished_is_left(conversion: Conversion) -> None:
+    assert [path.name for path in conversion.directory.parent.iterdir()] == ["model"]
+
+
 def test_a_file_or_its_directory_is_converted_once(
-    settings: Settings, model_file: Path, monkeypatch: pytest.MonkeyPatch
+    conversion: Conversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf, "_convert_in_process", lambda *_: pytest.fail("converted again"))
-    cache = str(settings.weights_cache)
+    same = {"WEIGHTS_CACHE": str(conversion.settings.weights_cache), "DTYPE": "bfloat16"}
     for name in ("MODEL", "COG_WEIGHTS"):
-        for source in (model_file, model_file.parent):
-            again = with_files(read_settings({name: str(source), "WEIGHTS_CACHE": cache}))
-            assert again.model == settings.model
+        for source in (conversion.blob, conversion.link, conversion.link.parent):
+            again = with_files(read_settings({name: str(source), **same}))
+            assert again.model == conversion.settings.model
 
 
-def test_a_file_is_known_by_its_first_bytes_and_converted_to_the_type_of_the_settings(
-    model_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Ollama keeps files under their hashes. The conversion says how far it is."""
-    monkeypatch.setattr(gguf, "PIPE_SECONDS", 0.0)
-    monkeypatch.setattr(gguf, "TERMINAL_SECONDS", 0.0)
-    caplog.set_level("INFO", gguf.progress.name)
-    blob = tmp_path / "sha256-1234"
-    blob.write_bytes(model_file.read_bytes())
-    cache = str(tmp_path / "cache")
-    given = {"MODEL": str(blob), "WEIGHTS_CACHE": cache, "DTYPE": "bfloat16"}
-    directory = Path(with_files(read_settings(given)).model)
-    check_files({"engine": "transformers", "model": str(directory)})
-    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
-    assert list(count_numbers(directory)) == ["BF16"]
-    assert [path.name for path in directory.parent.iterdir() if "unfinished" in path.name] == []
-    check_progress(caplog, blob.name)
-
-
-def check_progress(caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """Check that the log says how much of a file was read, up to all of it."""
-    lines = [record.getMessage() for record in caplog.records if record.name == gguf.progress.name]
+def test_the_log_says_how_much_was_read_up_to_all_of_it(conversion: Conversion) -> None:
+    lines = conversion.lines.copy()
+    name = conversion.blob.name
     assert lines.pop() == f"converting {name}: writing the weights"
     sizes = [re.fullmatch(rf"converting {name}: (\S+)B of (\S+)B read", line) for line in lines]
     assert len(sizes) > 5
@@ -105,20 +119,24 @@ def check_progress(caplog: pytest.LogCaptureFixture, name: str) -> None:
     assert last[1] == last[2]
 
 
-def test_a_file_that_is_cut_short_is_refused(model_file: Path, tmp_path: Path) -> None:
-    content = model_file.read_bytes()
-    for length in (len(content) // 2, 200):
-        short = tmp_path / f"{length}.gguf"
-        short.write_bytes(content[:length])
-        with pytest.raises(ConfigurationError, match=r"\d+\.gguf: it is truncated or damaged"):
-            gguf.converted(short, tmp_path / "cache")
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_file_that_is_cut_short_is_refused(
+    conversion: Conversion, share: float, tmp_path: Path
+) -> None:
+    content = conversion.blob.read_bytes()
+    short = tmp_path / "short.gguf"
+    short.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(SystemExit, match="it is truncated or damaged"):
+        gguf.convert(short, tmp_path / "model", "auto")
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(20))
     cache = tmp_path / "cache"
-    with pytest.raises(ConfigurationError, match="transformers could not convert"):
+    with pytest.raises(
+        ConfigurationError, match=r"could not convert .*: it is truncated or damaged"
+    ):
         gguf.converted(broken, cache)
     assert [path for path in cache.rglob("*") if path.parent != cache] == []
 

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from cog_triton.adapters.peft_files import read_changes
 from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRequest
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
@@ -24,6 +23,7 @@ from tests.adapters import make_adapter
 from tests.engines import ENGINES, PROMPT, Requests, Stream, running
 from tests.late import (
     adapter_layers,
+    peft_files,
     safetensors_torch,
     torch,
     transformers_engine,
@@ -192,7 +192,7 @@ def test_no_request_waits_while_another_adapter_is_loaded(
         if directory.name == "poet":
             began.set()
             assert may_end.wait(60)
-        return read_changes(model, config, directory)
+        return peft_files.read_changes(model, config, directory)
 
     monkeypatch.setattr("cog_triton.adapters.layers.read_changes", read_slowly)
     slow = [llm.start(lora_task_id=task("poet")) for _ in range(2)]

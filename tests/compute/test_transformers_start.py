@@ -1,5 +1,6 @@
 """A start on a CPU does without PyTorch's compiler, and leaves it usable."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from cog_triton.engines import transformers_start
-from cog_triton.engines.transformers_start import may_do_without_compiler
+from cog_triton.engines.transformers_start import (
+    COMPILER,
+    SHAPES,
+    _ShapesBeforeCompiler,
+    may_do_without_compiler,
+)
+from cog_triton.text.transformers_import import LISTING_MODULE, list_models_once
+from tests.late import transformers
 from tests.support import ROOT
 
-PROGRAM = """
+UNUSED = """
 import sys
 from cog_triton.engines.base import create_engine
 
@@ -23,25 +31,27 @@ assert not unused & set(sys.modules), unused & set(sys.modules)
 engine.close()
 
 import torch
-from transformers.utils.import_utils import define_import_structure
-import transformers.models
 
 assert torch.distributed.is_available()
+
+from transformers.utils import import_utils
+
+assert import_utils.define_import_structure.lists_once
+"""
+COMPILED = """
+import transformers.models
+
 doubled = torch.compile(lambda x: 2 * x, backend="eager")
 assert doubled(torch.tensor(2)).item() == 4
 assert "torch._dynamo.symbolic_convert" in sys.modules
 assert "torch._meta_registrations" in sys.modules
-print("done")
 """
 LACKS_A_SHAPE = """
-import sys
 from cog_triton.engines import transformers_start
 
 attempts = []
 
 def create(parameters):
-    import torch
-
     attempts.append("torch._meta_registrations" in sys.modules)
     # PyTorch computes the shape of this result in Python alone.
     return torch.kthvalue(torch.empty(3, device="meta"), 1)
@@ -49,31 +59,57 @@ def create(parameters):
 transformers_start._create = create
 transformers_start.create_transformers_engine({"model": sys.argv[1], "device": "cpu"})
 assert attempts == [False, True], attempts
-print("done")
-"""
-LISTED_ONCE = """
-from transformers.utils import import_utils
-from cog_triton.text.transformers_import import list_models_once
-import transformers
-
-file = transformers.__file__.replace("__init__", "models/__init__")
-expected = import_utils.define_import_structure(file)
-list_models_once()
-assert import_utils.define_import_structure(file) == expected
-assert import_utils.define_import_structure.lists_once
-other = file.replace("models/", "models/llama/")
-assert import_utils.define_import_structure(other)
-print("done")
 """
 
 
-@pytest.mark.parametrize(
-    "program", [PROGRAM, LACKS_A_SHAPE, LISTED_ONCE], ids=["compiler", "shape", "listing"]
-)
-def test_in_a_process_of_its_own(program: str, demo_model: Path) -> None:
-    command = [sys.executable, "-c", program, str(demo_model)]
+def run(program: str, model: Path) -> None:
+    """Run a program in a process of its own, which has imported nothing yet."""
+    command = [sys.executable, "-c", f"{program}\nprint('done')", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "done\n", done.stderr
+
+
+def test_a_start_imports_what_it_needs(demo_model: Path) -> None:
+    """A model that needs more is loaded again, with all of PyTorch."""
+    run(UNUSED + LACKS_A_SHAPE, demo_model)
+
+
+@pytest.mark.rare
+def test_the_compiler_works_after_a_start(demo_model: Path) -> None:
+    run(UNUSED + COMPILED, demo_model)
+
+
+def test_what_computes_shapes_is_imported_before_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finder = _ShapesBeforeCompiler()
+    imported: list[str] = []
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", imported.append)
+        finder.find_spec("torch")
+        assert (finder in sys.meta_path, imported) == (True, [])
+        finder.find_spec(COMPILER)
+    assert (finder in sys.meta_path, imported) == (False, [SHAPES])
+
+
+def test_the_names_of_models_are_those_that_transformers_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a fresh copy of the module that lists them, as another test may have changed that in use."""
+    file = Path(transformers.utils.import_utils.__file__)
+    spec = importlib.util.spec_from_file_location(f"{LISTING_MODULE}_copy", file)
+    assert spec is not None
+    assert spec.loader is not None
+    import_utils = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(import_utils)
+    models = file.parents[1] / "models"
+    expected = import_utils.define_import_structure(models / "__init__.py")
+    monkeypatch.setitem(sys.modules, LISTING_MODULE, import_utils)
+    list_models_once()
+    assert import_utils.define_import_structure.lists_once
+    assert import_utils.define_import_structure(models / "__init__.py") == expected
+    assert import_utils.define_import_structure(models / "llama" / "__init__.py")
 
 
 @pytest.mark.parametrize(
