@@ -1,7 +1,8 @@
 """Real servers, started once for all tests that only send them requests."""
 
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,8 +19,18 @@ from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Endpoints, Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from tests.openai_server import OpenAIBesideCog, OpenAIServer
-from tests.support import CogServer, EngineCounters, free_port, slowness, started_by
+from tests.openai_server import OpenAIBesideCog, OpenAIServer, streamed_chat
+from tests.support import (
+    CogServer,
+    EngineCounters,
+    alive,
+    children,
+    free_port,
+    limit,
+    slowness,
+    started_by,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     import openai
@@ -130,9 +141,11 @@ def cog_server(
     """
     directory = tmp_path_factory.mktemp("cog")
     (directory / "config.yaml").write_text("server:\n  tensorrt_llm_bls:\n")
+    (directory / "adapters").mkdir()
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": engine_name,
+        "LORA_DIR": str(directory / "adapters"),  # empty, but for a test of adapters
         "COG_TRITON_CONFIG": str(directory / "config.yaml"),
         "REPLICATE_LIST_TOKEN": LIST_TOKEN,
     }
@@ -146,16 +159,44 @@ def cog_server(
 def paced_cog_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """As ``cog_server``, with the simulated engine at PACE_MS a token."""
+    """As ``cog_server``, with the simulated engine at PACE_MS a token, and two processes for OpenAI's API.
+
+    At its end, both APIs answer: ``check_common_end``.
+    """
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": "simulated",
         "SIMULATED_INTER_TOKEN_MS": str(PACE_MS),
+        "OPENAI_WORKERS": "2",
     }
     log = tmp_path_factory.mktemp("paced_cog") / "log"
     with CogServer({**environment, **every_port()}, log) as server:
         server.wait_until_ready()
+        server.wait_for_line("its processes are ready")
         yield server
+        check_common_end(server)
+
+
+def check_common_end(server: CogServer) -> None:
+    """Stop Cog's server while both of its APIs answer: the answers end first, then all processes."""
+    processes = children(server.process.pid)
+    openai_url = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
+    long = {"max_tokens": 100, "min_tokens": 100}
+    with ExitStack() as streams:
+        # Whichever process gets them.
+        chats = [streams.enter_context(streamed_chat(openai_url, **long)) for _ in range(4)]
+        prediction = streams.enter_context(server.stream(prompt="Hello", **long))
+        for events in (*chats, prediction):
+            next(events)
+        server.process.send_signal(signal.SIGTERM)
+        for chat in chats:
+            *_, last, done = chat
+            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+        *_, (_, completed) = prediction
+        assert completed["status"] == "succeeded"
+        assert completed["metrics"]["output_token_count"] == 100
+    assert server.process.wait(limit(60)) == 0
+    wait_until(lambda: not any(map(alive, processes)), 60, "the end of all processes")
 
 
 def every_port() -> dict[str, str]:

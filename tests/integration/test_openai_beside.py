@@ -1,58 +1,49 @@
-"""OPENAI_PORT: both APIs on one Triton, in one predictor, to their common end."""
+"""OPENAI_PORT: OpenAI's API in Cog's predictor, on the same Triton.
+
+That they end together is tested as the server ends that these tests share: ``check_common_end``.
+"""
 
 import contextlib
-import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
 
+from cog_triton.api.openai.server import Embedded
+from cog_triton.errors import ConfigurationError
+from tests.integration.conftest import settings_for
 from tests.openai_server import streamed_chat
-from tests.support import CogServer, alive, children, free_port, limit, wait_until
+from tests.support import CogServer, children, started_by, wait_until
+
+STREAMS = 6
 
 
-def server_with(model: Path, directory: Path, **environment: str) -> CogServer:
-    """Cog's server, with OpenAI's API on another port; 20 ms a token."""
-    simulated = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
-    given = {"MODEL": str(model), "OPENAI_PORT": str(free_port()), **simulated, **environment}
-    return CogServer(given, directory / "log")
+def test_both_apis_have_one_triton(paced_cog_server: CogServer) -> None:
+    """Also where OpenAI's has processes of its own, whose figures are added up."""
+    server = paced_cog_server
+    assert len(started_by(server.process.pid, "openai.workers")) == 2
+    names = [psutil.Process(pid).name() for pid in children(server.process.pid)]
+    assert names.count("tritonserver") == 1
+    url = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
+
+    def requests_running() -> int:
+        (load,) = httpx.get(f"{url}/v1/loads", trust_env=False).json()["loads"]
+        return int(load["num_running_reqs"])
+
+    with contextlib.ExitStack() as streams:
+        for _ in range(STREAMS):  # whichever process gets them
+            streams.enter_context(streamed_chat(url, max_tokens=5000, min_tokens=5000))
+        wait_until(lambda: requests_running() == STREAMS, 60, "the sum of the processes")
+        assert server.predict(prompt="Hi", max_tokens=2)["status"] == "succeeded"
+    wait_until(lambda: requests_running() == 0, 60, "the end of what nobody reads")
 
 
-def url_of(server: CogServer) -> str:
-    return f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
-
-
-def requests_running(server: CogServer) -> Any:
-    (load,) = httpx.get(f"{url_of(server)}/v1/loads", trust_env=False).json()["loads"]
-    return load["num_running_reqs"]
-
-
-def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: Path) -> None:
-    with server_with(demo_model, tmp_path, OPENAI_WORKERS="2", MAX_RUNNING="6") as server:
-        server.wait_until_ready()
-        wait_until(lambda: "processes are ready" in server.log.read_text(), 60, "the processes")
-        family = children(server.process.pid)
-        commands = [" ".join(psutil.Process(pid).cmdline()) for pid in family]
-        assert sum("openai.workers" in command for command in commands) == 2
-        assert [psutil.Process(pid).name() for pid in family].count("tritonserver") == 1
-        with contextlib.ExitStack() as stack:
-            long = {"max_tokens": 400, "min_tokens": 400}
-            chats = [streamed_chat(url_of(server), **long) for _ in range(6)]
-            streams = [stack.enter_context(chat) for chat in chats]  # whichever process gets them
-            wait_until(lambda: requests_running(server) == 6, 60, "the sum of the processes")
-            server.process.send_signal(signal.SIGTERM)
-            ends = [[*events][-2:] for events in streams]
-        for last, done in ends:
-            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-        assert server.process.wait(limit(60)) == 0
-        wait_until(lambda: not any(map(alive, family)), 60, "the end of all processes")
-
-
-def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named(demo_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with server_with(demo_model, tmp_path, OPENAI_PORT=str(port)) as server:
-            assert server.process.wait(limit(60)) != 0
-    assert f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use" in server.log.read_text()
+        settings = settings_for(demo_model, OPENAI_PORT=str(port))
+        taken = f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use"
+        with pytest.raises(ConfigurationError, match=taken):
+            Embedded(settings, lambda _busy: None)
