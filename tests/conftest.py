@@ -193,7 +193,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def group_of(item: pytest.Item) -> str:
-    """Return the shared server that a test asks, else its file, or itself if it starts its own."""
+    """Return the shared server that a test asks, else its file, or itself if it starts its own.
+
+    A mark of a file says that its tests need what another group has in its process.
+    """
+    if mark := item.get_closest_marker("xdist_group"):
+        return str(mark.args[0])
     definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if shared := [name for name in SHARED_SERVERS if name in definitions]:
         return shared[0]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
@@ -181,7 +181,7 @@ def check_common_end(server: CogServer) -> None:
     """Stop Cog's server while both of its APIs answer: the answers end first, then all processes."""
     processes = children(server.process.pid)
     openai_url = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
-    long = {"max_tokens": 100, "min_tokens": 100}
+    long: dict[str, Any] = {"max_tokens": 100, "min_tokens": 100}
     with ExitStack() as streams:
         # Whichever process gets them.
         chats = [streams.enter_context(streamed_chat(openai_url, **long)) for _ in range(4)]
@@ -229,11 +229,13 @@ def server(openai_server: OpenAIServer) -> OpenAIServer:
     return openai_server
 
 
-def attached(triton: Triton, model: Path, log: Path, **environment: str) -> OpenAIServer:
+def attached(
+    triton: Triton, model: Path, log: Path, *arguments: str, **environment: str
+) -> OpenAIServer:
     """Return OpenAI's API, in a process of its own, for a Triton that runs already."""
     endpoint = f"http://{triton.endpoints.grpc}"
     options = ["--triton-endpoint", endpoint, "--tokenizer", str(model)]
-    return OpenAIServer(environment, log, *options, "--served-model-name", "demo")
+    return OpenAIServer(environment, log, *options, "--served-model-name", "demo", *arguments)
 
 
 def engine_counters(server: Triton) -> EngineCounters:

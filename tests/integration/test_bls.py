@@ -59,7 +59,7 @@ def cut_inside_a_character(tokenizer: Tokenizer) -> tuple[str, int, str]:
             id="empty words, pad and end",
         ),
         pytest.param(
-            {"max_tokens": 500, "bad_words": ["building"], "stop_words": ["patterns", "rules"]},
+            {"max_tokens": 60, "bad_words": ["building"], "stop_words": ["patterns", "rules"]},
             id="bad words and stop words",
         ),
         pytest.param(

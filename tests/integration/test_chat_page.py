@@ -29,6 +29,8 @@ from tests.unit.api.openai.support import Backend
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+# The tests of either model's page are run by one browser.
+pytestmark = pytest.mark.xdist_group("cog_server")
 CALL = '{"name": "weather", "arguments": {"city": "Paris <b>"}}'
 ENDLESS, OPENING = "Go", "Hello"
 WRITTEN_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}</tool_call>"

@@ -15,10 +15,11 @@ import httpx
 import pytest
 
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import PACE_MS
+from tests.integration.conftest import LIST_TOKEN, PACE_MS, SharedTriton
 from tests.support import (
     CogServer,
     QuietHandler,
+    children,
     chunks,
     http_server,
     limit,
@@ -86,6 +87,18 @@ def test_the_log_has_the_seed_once_figures_on_demand_and_no_prompt(cog_server: C
     assert "time_to_first_token: " in logs
     assert "output_token_count: " in logs
     assert QUESTION not in cog_server.log.read_text()
+
+
+def test_triton_does_not_get_the_secrets_of_the_apis(
+    cog_server: CogServer, triton: SharedTriton
+) -> None:
+    def has_token(pid: int) -> bool:
+        return LIST_TOKEN.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+
+    assert has_token(cog_server.process.pid)
+    of_triton = [triton.guard_pid, *children(triton.guard_pid)]
+    assert len(of_triton) > 2
+    assert not any(map(has_token, of_triton))
 
 
 def test_a_seed_is_drawn_logged_and_gives_the_same_text_again(cog_server: CogServer) -> None:

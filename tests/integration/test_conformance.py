@@ -29,7 +29,7 @@ class Case:
     is_chat: bool = False  # the question goes through the model's chat template
 
 
-GREEDY: dict[str, Any] = {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0, "max_tokens": 30}
+GREEDY: dict[str, Any] = {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0, "max_tokens": 12}
 PLAIN: dict[str, Any] = GREEDY | {"top_k": 40, "top_p": 0.99, "temperature": 2.0, "seed": 7}
 CASES = {
     "a prompt, greedy": Case(GREEDY),

@@ -92,7 +92,7 @@ def test_what_ends_an_output_or_does_not_occur(triton: Triton, tokenizer: Tokeni
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_stop_words_are_found_in_the_text(triton: Triton, model: str, streams: bool) -> None:
     """Wherever tokens begin and end: every part of the answer stops it, as its first place has it."""
-    for start, end in [(0, 1), (3, 6), (7, 22), (10, 11), (30, 37), (len(ANSWER) - 1, len(ANSWER))]:
+    for start, end in [(0, 1), (3, 6), (7, 22), (len(ANSWER) - 1, len(ANSWER))]:
         word = ANSWER[start:end]
         body = {"text_input": QUESTION, "max_tokens": 500, "stop_words": ["never", word]}
         if streams:
@@ -139,12 +139,12 @@ def test_seeds_and_least_lengths_of_the_engines_model_by_their_old_names(
 
 
 @pytest.mark.parametrize("model", ["ensemble", BLS])
-@pytest.mark.parametrize("pair", [PAIRS[0], *MULTI_BYTE], ids=lambda pair: pair.question[:30])
-def test_streamed_texts_join_to_the_answer(triton: Triton, model: str, pair: Any) -> None:
-    body = {"text_input": pair.question, "max_tokens": 500}
-    pieces = texts(generate_stream(triton, model, **body))
-    assert "".join(pieces) == pair.answer
-    assert len(pieces) > 1
+def test_streamed_texts_join_to_the_answer(triton: Triton, model: str) -> None:
+    for pair in (PAIRS[0], *MULTI_BYTE[:3]):
+        body = {"text_input": pair.question, "max_tokens": 500}
+        pieces = texts(generate_stream(triton, model, **body))
+        assert "".join(pieces) == pair.answer
+        assert len(pieces) > 1
     assert texts(generate_stream(triton, model, **body, stream=False)) == [pair.answer]
 
 

@@ -20,8 +20,8 @@ from cog_triton.text.end_tokens import EndTokens
 from tests.faulty_proxy import Faults, FaultyProxy
 from tests.integration.conftest import Triton
 
-STREAMS = int(os.environ.get("FAULTY_STREAMS", "150"))
-REQUESTS = [Request(f"Prompt number {seed}", seed, max_tokens=40) for seed in range(50)]
+STREAMS = int(os.environ.get("FAULTY_STREAMS", "80"))
+REQUESTS = [Request(f"Prompt number {seed}", seed, max_tokens=40) for seed in range(20)]
 AT_ONCE = 32
 # Seconds until a silence is an error, and until Triton over HTTP is asked again. SLOW loses nothing, and a
 # busy machine may be silent for long.

@@ -44,13 +44,17 @@ def text_of(server: OpenAIServer, **fields: Any) -> str:
         return contents(events)
 
 
-def test_a_triton_that_runs_already(triton: Triton, demo_model: Path, tmp_path: Path) -> None:
-    with attached(triton, demo_model, tmp_path / "log") as server:
+def test_a_triton_that_runs_already(
+    triton: Triton, demo_model: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    end_ids = f"2,{tokenizer.convert_tokens_to_ids('.')}"
+    with attached(triton, demo_model, tmp_path / "log", END_ID=end_ids) as server:
         assert text_of(server).startswith(ANSWER)
         assert server.chat(**CHAT).json()["usage"]["completion_tokens"] == 12
         assert text_of(server, temperature=1.5, seed=3) == text_of(server, temperature=1.5, seed=3)
         assert server.get("/health/ready").status_code == 200
         check_ready_line(server)
+        check_several_end_tokens(server)
         assert server.stop() == 0
     assert triton.is_ready()
 
@@ -67,16 +71,15 @@ def check_ready_line(server: OpenAIServer) -> None:
     assert choice["message"]["content"]
 
 
-def test_several_end_tokens_on_a_triton_that_runs_already(
-    triton: Triton, demo_model: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    """The server's preprocessing has others: requests name the first, and the others are cut off here."""
-    stop = tokenizer.convert_tokens_to_ids(".")
-    with attached(triton, demo_model, tmp_path / "log", END_ID=f"2,{stop}") as server:
-        (choice,) = server.chat(**CHAT | {"max_tokens": 500}).json()["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert choice["message"]["content"].startswith(ANSWER)
-        assert "." not in choice["message"]["content"]
+def check_several_end_tokens(server: OpenAIServer) -> None:
+    """Check that a request ends at the full stop, which is no end token for Triton's preprocessing.
+
+    Requests name the first end token, and the API cuts off the others.
+    """
+    (choice,) = server.chat(**CHAT | {"max_tokens": 500}).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"].startswith(ANSWER)
+    assert "." not in choice["message"]["content"]
 
 
 @pytest.mark.parametrize(

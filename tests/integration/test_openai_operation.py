@@ -11,11 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.integration.conftest import SharedTriton, attached, engine_counters
 from tests.integration.test_proxy import nginx
 from tests.openai_server import QUESTION, OpenAIServer, chat_body
 from tests.support import (
+    EngineCounters,
     QuietHandler,
-    children,
     http_server,
     limit,
     metrics,
@@ -59,6 +60,7 @@ def spans() -> Iterator[tuple[str, list[bytes]]]:
 
 @pytest.fixture(scope="module")
 def keyed(
+    paced_triton: SharedTriton,
     demo_model: Path,
     keys_file: Path,
     spans: tuple[str, list[bytes]],
@@ -69,16 +71,19 @@ def keyed(
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
         "NO_PROXY": "127.0.0.1",
         "OTEL_SERVICE_NAME": "",
-        "MODEL": str(demo_model),
-        "ENGINE": "simulated",
-        "SIMULATED_INTER_TOKEN_MS": "10",
         "MAX_RUNNING": "2",
         "OPENAI_API_KEYS": "sk-env",
         "OPENAI_OPEN_METRICS": "true",
     }
     log = tmp_path_factory.mktemp("keyed") / "log"
-    with OpenAIServer(environment, log, "--api-keys-file", str(keys_file)) as server:
+    option = ("--api-keys-file", str(keys_file))
+    with attached(paced_triton, demo_model, log, *option, **environment) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def engine(paced_triton: SharedTriton) -> EngineCounters:
+    return engine_counters(paced_triton)
 
 
 def test_keys_are_asked_for_and_read_again(keyed: OpenAIServer, keys_file: Path) -> None:
@@ -97,14 +102,6 @@ def test_keys_are_asked_for_and_read_again(keyed: OpenAIServer, keys_file: Path)
     log = keyed.log.read_text()
     assert "reloaded the API keys: there are 5 now" in log
     assert not [key for key in ("sk-env", "sk-light", "sk-new") if key in log]
-
-
-def test_triton_does_not_get_the_keys(keyed: OpenAIServer) -> None:
-    environments = [
-        Path(f"/proc/{pid}/environ").read_bytes() for pid in children(keyed.process.pid)
-    ]
-    assert environments
-    assert not [text for text in environments if b"sk-env" in text]
 
 
 def test_a_line_for_each_request_by_the_name_of_its_key(keyed: OpenAIServer) -> None:
@@ -167,14 +164,14 @@ def proxy(keyed: OpenAIServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield client
 
 
-def test_a_stream_through_nginx(proxy: httpx.Client, keyed: OpenAIServer) -> None:
+def test_a_stream_through_nginx(proxy: httpx.Client, engine: EngineCounters) -> None:
     fields = chat_body(stream=True, max_tokens=2000, ignore_eos=True)
     with proxy.stream("POST", CHAT, json=fields, **bearer("sk-env")) as reply:  # type: ignore[arg-type]
         assert reply.status_code == 200
         lines = reply.iter_lines()
         assert [next(lines)[:5] for _ in range(3)] == ["data:", "", "data:"]
-        wait_until(lambda: keyed.engine["active"] == 1, 60, "the request, which runs on")
-    wait_until(lambda: keyed.engine["active"] == 0, 60, "the end of what nobody reads")
+        wait_until(lambda: engine["active"] == 1, 60, "the request, which runs on")
+    wait_until(lambda: engine["active"] == 0, 60, "the end of what nobody reads")
     assert proxy.post(CHAT, json=chat_body()).status_code == 401
     assert proxy.get("/health/ready").status_code == 200
     assert [proxy.get(path).status_code for path in ("/metrics", "/docs", "/")] == [404] * 3
@@ -183,34 +180,38 @@ def test_a_stream_through_nginx(proxy: httpx.Client, keyed: OpenAIServer) -> Non
 # The end: what is asked of the server above comes before it.
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACED_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def ended(keyed: OpenAIServer) -> httpx.Response:
+def ended(
+    keyed: OpenAIServer, engine: EngineCounters, paced_triton: SharedTriton
+) -> httpx.Response:
     """The answer to a traced request that ran when the server was told to stop."""
     headers = {**bearer("sk-env")["headers"], "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     with ThreadPoolExecutor(1) as pool:
-        body = chat_body(max_tokens=400, ignore_eos=True)
+        body = chat_body(max_tokens=TRACED_TOKENS, ignore_eos=True)
         running = pool.submit(keyed.post, CHAT, body, headers=headers)
-        wait_until(lambda: keyed.engine["active"] == 1, 60, "the request")
-        (engine,) = started_by(keyed.process.pid, "/tensorrt_llm/1/model.py")
-        os.kill(engine, signal.SIGSTOP)  # so that it runs for as long as this
+        wait_until(lambda: engine["active"] == 1, 60, "the request")
+        (stub,) = started_by(paced_triton.guard_pid, "/tensorrt_llm/1/model.py")
+        os.kill(stub, signal.SIGSTOP)  # so that it runs for as long as this
         keyed.process.send_signal(signal.SIGTERM)
         wait_until(lambda: keyed.get("/health/ready").status_code == 503, 60, "draining")
         assert keyed.get("/health/live").status_code == 200
         refused = keyed.post(CHAT, chat_body(), **bearer("sk-hog"))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert "takes no new requests" in refused.json()["error"]["message"]
-        os.kill(engine, signal.SIGCONT)
+        os.kill(stub, signal.SIGCONT)
         return running.result()
 
 
 def test_running_requests_end_before_the_server_does(
-    keyed: OpenAIServer, ended: httpx.Response
+    keyed: OpenAIServer, ended: httpx.Response, paced_triton: SharedTriton
 ) -> None:
     assert ended.json()["choices"][0]["finish_reason"] == "length"
     assert keyed.process.wait(timeout=limit(60)) == 0
     assert "Traceback" not in keyed.log.read_text()
+    assert paced_triton.is_ready()  # it was there before the server
 
 
 def test_a_collector_gets_a_span_of_each_request(
@@ -219,8 +220,7 @@ def test_a_collector_gets_a_span_of_each_request(
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     assert keyed.process.wait(timeout=limit(60)) == 0  # which sends what is left
-    ours = [body for body in spans[1] if not body.startswith(b"{")]  # Triton's are JSON
-    messages = map(trace_service.ExportTraceServiceRequest.FromString, ours)
+    messages = map(trace_service.ExportTraceServiceRequest.FromString, spans[1])
     ((span, resource),) = (
         (span, part.resource)
         for message in messages
@@ -230,7 +230,7 @@ def test_a_collector_gets_a_span_of_each_request(
     )
     values = {item.key: item.value for item in span.attributes}
     assert values["gen_ai.usage.input_tokens"].int_value == ended.json()["usage"]["prompt_tokens"]
-    assert values["gen_ai.usage.output_tokens"].int_value == 400
+    assert values["gen_ai.usage.output_tokens"].int_value == TRACED_TOKENS
     assert values["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
     assert 0 < values["gen_ai.response.time_to_first_chunk"].double_value < 60
     assert span.end_time_unix_nano > span.start_time_unix_nano

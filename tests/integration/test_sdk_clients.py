@@ -15,6 +15,8 @@ from tests.late import anthropic, openai
 from tests.scripted_model import ScriptedModel, Step, serving
 from tests.support import ROOT
 
+# Their tests have imported the SDKs, too.
+pytestmark = pytest.mark.xdist_group("cog_server")
 SECONDS = 120
 END = "It is sunny."
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
