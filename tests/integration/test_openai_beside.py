@@ -4,16 +4,10 @@ That they end together is tested as the server ends that these tests share: ``ch
 """
 
 import contextlib
-import socket
-from pathlib import Path
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
-import pytest
 
-from cog_triton.api.openai.server import Embedded
-from cog_triton.errors import ConfigurationError
-from tests.integration.conftest import settings_for
 from tests.openai_server import streamed_chat
 from tests.support import CogServer, children, started_by, wait_until
 
@@ -38,12 +32,3 @@ def test_both_apis_have_one_triton(paced_cog_server: CogServer) -> None:
         wait_until(lambda: requests_running() == STREAMS, 60, "the sum of the processes")
         assert server.predict(prompt="Hi", max_tokens=2)["status"] == "succeeded"
     wait_until(lambda: requests_running() == 0, 60, "the end of what nobody reads")
-
-
-def test_a_port_that_is_taken_is_named(demo_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        settings = settings_for(demo_model, OPENAI_PORT=str(port))
-        taken = f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use"
-        with pytest.raises(ConfigurationError, match=taken):
-            Embedded(settings, lambda _busy: None)
