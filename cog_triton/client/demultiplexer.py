@@ -20,12 +20,11 @@ All requests of a client share a stream, and a message may have frames of severa
 
 from dataclasses import dataclass, field
 
-from tritonclient.grpc import service_pb2
-
 from cog_triton.client.messages import frames_of, is_final, read
 from cog_triton.errors import TritonMalformedEvent
 from cog_triton.protocol.frames import LARGEST_NUMBER, Frame
 from cog_triton.protocol.names import ENGINE, IDS_ENSEMBLE
+from cog_triton.protocol.triton_messages import service_pb2
 
 # The frames of a request may come on different threads' responses at about the same time. What has not
 # come after this time is lost.

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from google.protobuf.message import Message as ProtobufMessage
-from tritonclient.grpc import service_pb2
 
 from cog_triton import errors
 from cog_triton.client.arrivals import Arrivals
@@ -51,6 +50,7 @@ from cog_triton.protocol.names import (
     TRACEPARENT,
     Parameters,
 )
+from cog_triton.protocol.triton_messages import service_pb2
 
 INFER = "ModelStreamInfer"
 # What a server takes of a message before it has read any.

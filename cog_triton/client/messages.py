@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from cog_triton import errors
@@ -13,6 +12,7 @@ from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.responses import Inputs, Outputs
 from cog_triton.protocol.frames import Frame, decode_frames
 from cog_triton.protocol.names import FRAMES, LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
+from cog_triton.protocol.triton_messages import service_pb2
 
 # By which 4 bytes are read: integers or floats.
 _FORMATS: dict[str, Literal["i", "f"]] = {
@@ -52,6 +52,8 @@ def frames_of(answer: service_pb2.ModelStreamInferResponse) -> list[Frame]:
 
 def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
     """Return the outputs of any model; the last response may have none."""
+    from tritonclient.grpc import InferResult
+
     return {one.name: InferResult(response).as_numpy(one.name) for one in response.outputs}
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from tritonclient.grpc import service_pb2
-from tritonclient.grpc.model_config_pb2 import DataType  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton import errors
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
@@ -31,6 +29,7 @@ from cog_triton.deployment.model_defaults import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, ENGINE, IDS_ENSEMBLE
+from cog_triton.protocol.triton_messages import DataType, service_pb2
 from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs

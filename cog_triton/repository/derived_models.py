@@ -10,8 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
-
 from cog_triton.protocol.names import (
     CONTEXT_MODEL,
     DIMS,
@@ -21,6 +19,7 @@ from cog_triton.protocol.names import (
     LOG_PROBS,
     OUTPUTS,
 )
+from cog_triton.protocol.triton_messages import ModelInstanceGroup
 
 # TensorRT-LLM's C++ backend answers with an error if one of these is left out.
 _NEEDED_OUTPUTS = frozenset(("output_ids", "sequence_length"))

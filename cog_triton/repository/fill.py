@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.errors import ConfigurationError, TemplateError
 from cog_triton.protocol.names import CONTEXT_MODEL
+from cog_triton.protocol.triton_messages import ModelConfig
 from cog_triton.repository.checks import problems_of, unmet_needs
 from cog_triton.repository.derived_models import add_derived
 from cog_triton.repository.render import (

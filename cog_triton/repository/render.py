@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf import text_encoding, text_format  # type: ignore[attr-defined, unused-ignore]
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.protocol.names import ENGINE
+from cog_triton.protocol.triton_messages import ModelConfig
 from cog_triton.repository.variables import TABLES, Variable, known
 
 logger = logging.getLogger(__name__)

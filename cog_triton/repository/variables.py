@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import BaseModel
-from tritonclient.grpc.model_config_pb2 import DataType
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.protocol.triton_messages import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton import errors
 from cog_triton.errors import ANSWERED, DRAINS, ConfigurationError, TritonStartError
 from cog_triton.processes import write_whole
 from cog_triton.protocol.names import CONTEXT_MODEL, GRPC_ADDRESS
+from cog_triton.protocol.triton_messages import ModelConfig
 from cog_triton.server import guard
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
 from cog_triton.server.installation import (

@@ -31,6 +31,9 @@ import guard
 PREDICTOR = """
 import predict
 """
+FILL_TEMPLATE = """
+from cog_triton.repository import fill
+"""
 COMMAND_LINE = """
 from cog_triton.cli import main
 
@@ -47,7 +50,8 @@ except SystemExit:
         pytest.param(PREPROCESSING, {"torch", "sympy", "grpc", "cog"}, id="preprocessing"),
         pytest.param(POSTPROCESSING, {"torch", "transformers", "grpc", "cog"}, id="postprocessing"),
         pytest.param(GUARD, {"numpy", "pydantic", "asyncio", "cog_triton"}, id="guard"),
-        pytest.param(PREDICTOR, {"torch", "transformers", "fastapi"}, id="predictor"),
+        pytest.param(PREDICTOR, {"torch", "transformers", "fastapi", "grpc"}, id="predictor"),
+        pytest.param(FILL_TEMPLATE, {"numpy", "grpc", "cog"}, id="fill-template"),
         pytest.param(COMMAND_LINE, {"numpy", "pydantic", "cog", "grpc"}, id="command-line"),
     ],
 )
