@@ -45,7 +45,7 @@ TEXT_MISTAKES = [  # of the ensemble and of BLS
     Mistake({"num_return_sequences": -1}, "num_return_sequences must be at least 1"),
     Mistake({"end_id": 2**31 - 1}, "is not within acceptable range"),
     Mistake({"embedding_bias_words": ["a"]}, "must be the same length"),
-    Mistake({"lora_task_id": 5}, "does not support lora_task_id"),
+    Mistake({"lora_task_id": 5}, "lora_task_id 5: no adapter has this id"),
     Mistake({"text_input": "word " * 1_000_000}, TOO_LONG),
     Mistake({"stop_words": ["w"] * 20_000}, "must be at most 1024, not 20000"),
     Mistake({"bad_words": ["w" * 20_000]}, "must be at most 16384 bytes"),
@@ -83,7 +83,7 @@ ENGINE_MISTAKES = [
     Mistake({"request_output_len": -9}, "max_tokens must be at least 1"),
     Mistake({"stop": True}, "needs the id of the request"),
     Mistake({"repetition_penalty": 0.0}, "repetition_penalty must be greater than 0"),
-    Mistake({"lora_task_id": 5}, "does not support lora_task_id"),
+    Mistake({"lora_task_id": 5}, "lora_task_id 5: no adapter has this id"),
 ]
 LARGE_QUERY = {"QUERY": [["hi"]], "REQUEST_OUTPUT_LEN": [[5]], "DECODER_QUERY": [["x" * 100_000]]}
 
