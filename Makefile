@@ -133,10 +133,12 @@ test: $(DEVELOPED)
 test-all: test
 	$(MAKE) test-rare
 
-# The rarer cases: other Pythons, Dynamo, and what computes with the kernels of other processors.
+# The rarer cases: other Pythons, Dynamo, what computes with the kernels of other processors, and many more
+# examples of each property.
 test-rare: $(DEVELOPED)
 	$(MAKE) $(DYNAMO_STAMP) || echo "Dynamo cannot be installed: its tests are skipped"
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
+	$(BIN)/python -m pytest -q -n auto --hypothesis-profile thorough -m hypothesis tests/unit
 
 # The fast part: no Triton, no Cog and no model that computes.
 test-unit: $(DEVELOPED)

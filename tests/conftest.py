@@ -38,11 +38,12 @@ os.environ["PYDANTIC_DISABLE_PLUGINS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Machines are shared: no example fails for the time that it takes. Each run tries other examples, so half
-# of the usual number is enough.
+# of the usual number is enough; `make test-rare` tries many.
 with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
     from hypothesis import settings
 
     settings.register_profile("untimed", deadline=None, max_examples=50)
+    settings.register_profile("thorough", deadline=None, max_examples=500)
     settings.load_profile("untimed")
 
 # Of sentencepiece, whose authors are not we.
@@ -160,6 +161,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 SHARED_SERVERS = ("cog_server", "paced_cog_server")
 # Those of tests/compute: PyTorch takes seconds to import, so one process runs them.
 COMPUTE = "tests that compute with PyTorch"
+COMPUTE_DIRECTORY = ROOT / "tests/compute"
 FIRST_GROUPS = (*SHARED_SERVERS, COMPUTE)
 
 
@@ -175,9 +177,10 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share a server in one process (``--dist loadgroup``); these begin."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=lambda item: group_of(item) not in FIRST_GROUPS)
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: groups[item] not in FIRST_GROUPS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -202,7 +205,7 @@ def group_of(item: pytest.Item) -> str:
     definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if shared := [name for name in SHARED_SERVERS if name in definitions]:
         return shared[0]
-    if item.path.match("tests/compute/*.py"):
+    if item.path.parent == COMPUTE_DIRECTORY:
         return COMPUTE
     of_module = any(found[-1].scope == "module" for found in definitions.values())
     alone = "integration" in item.path.parts and not of_module

@@ -72,6 +72,7 @@ def pages_of(page: Path) -> list[Path]:
     return [page, *(other for other in PAGES if other.parent == page.with_suffix(""))]
 
 
+@functools.cache
 def blocks(page: Path) -> list[Block]:
     """The blocks of commands of a page, in order."""
     text = page.read_text(encoding="utf-8")
@@ -103,9 +104,17 @@ def _typed(text: str) -> Iterator[str]:
 
 
 def _complete(command: str) -> bool:
+    """Whether bash would run a command, and not wait for another line."""
+    if command.endswith("\\"):
+        return False
+    here_document = re.search(r"<<'?(\w+)'?$", command.partition("\n")[0])
+    if here_document is not None:
+        return command.endswith(f"\n{here_document[1]}")
+    if not re.search(r"[\"'(){}]|<<|\b(?:do|then|in)\b", command):
+        return True
     checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True)
     # An open here-document is but a warning.
-    return not (command.endswith("\\") or checked.returncode or checked.stderr)
+    return not (checked.returncode or checked.stderr)
 
 
 def script_calls(command: str) -> Iterator[tuple[str, list[str]]]:

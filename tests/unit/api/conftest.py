@@ -7,7 +7,16 @@ import pytest
 
 from cog_triton.api.cog import predictions as module
 from cog_triton.api.cog.messages import VARIABLE
+from cog_triton.api.openai.storage import journal
 from tests.unit.api.ports import CogPort, OpenAIPort
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _transactions_without_pauses() -> Iterator[None]:
+    """Let no write wait for others to share its transaction: the tests wait for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "GROUP_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")

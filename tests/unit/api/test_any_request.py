@@ -213,8 +213,6 @@ def check_cogs(path: str, method: str, reply: httpx.Response) -> None:
 
 
 ANY = settings(
-    max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 JSON_TYPE = {"Content-Type": "application/json"}

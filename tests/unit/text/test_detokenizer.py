@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -187,7 +187,6 @@ def byte_ids(kind: Kind, data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("name", ALL_KINDS)
 @pytest.mark.parametrize("way", [stream, stream_stateless])
-@settings(max_examples=100, deadline=None)
 @given(text=TEXTS, sizes=SIZES, skip=st.booleans())
 def test_pieces_join(name: str, way: Stream, text: str, sizes: list[int], skip: bool) -> None:
     kind = KINDS[name]()
@@ -196,7 +195,6 @@ def test_pieces_join(name: str, way: Stream, text: str, sizes: list[int], skip: 
 
 
 @pytest.mark.parametrize("name", ALL_KINDS)
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=SIZES, skip=st.booleans())
 def test_pieces_of_any_ids_join_to_their_text(
     name: str, data: st.DataObject, sizes: list[int], skip: bool
@@ -270,7 +268,6 @@ def test_bytes_and_special_tokens(name: str, between: int, data: bytes, text: st
         assert "".join(stream(kind.tokenizer, split(ids, [size]))) == whole
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_byte_level_holds_back_no_more_than_one_character(data: st.DataObject, skip: bool) -> None:
     kind = KINDS["byte_level"]()
@@ -302,7 +299,6 @@ def test_pieces_of_byte_fallback(tokens: str, expected: list[str]) -> None:
     assert "".join(expected) == kind.whole(ids)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     runs=st.lists(st.binary(min_size=1, max_size=CONTEXT_TOKENS - 1), min_size=1, max_size=5),
     text=st.text(alphabet="\néあ你🎉" + REPLACEMENT, max_size=60),

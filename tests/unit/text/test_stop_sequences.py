@@ -3,7 +3,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.errors import InvalidParameter
@@ -38,7 +38,6 @@ STOPS = st.lists(st.text(alphabet="ab", max_size=6), max_size=5) | st.lists(
 TEXT = st.text(alphabet="abc", max_size=40) | st.text(max_size=30)
 
 
-@settings(max_examples=500, deadline=None)
 @given(stops=STOPS, text=TEXT, sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5))
 def test_the_result_is_the_reference_and_no_more_is_held_back_than_may_begin_a_stop(
     stops: list[str], text: str, sizes: list[int]

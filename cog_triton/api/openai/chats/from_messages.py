@@ -6,6 +6,7 @@ an error would end the session of an agent, which sends the same conversation ag
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, get_args
 
 from cog_triton.api.openai.chats import contents
@@ -174,12 +175,13 @@ def _blocks(content: str | Sequence[ContentBlock]) -> list[ContentBlock]:
 def _combined(turns: Sequence[MessageTurn]) -> list[MessageTurn]:
     """Make one turn of those of one role that follow one another, as Anthropic's API does."""
     combined: list[MessageTurn] = []
-    for turn in turns:
-        if combined and combined[-1].role == turn.role:
-            content = [*_blocks(combined[-1].content), *_blocks(turn.content)]
-            combined[-1] = MessageTurn(role=turn.role, content=content)
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        first, *others = group
+        if others:
+            content = [block for turn in (first, *others) for block in _blocks(turn.content)]
+            combined.append(MessageTurn(role=role, content=content))
         else:
-            combined.append(turn)
+            combined.append(first)
     return combined
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.served import Served
@@ -114,13 +115,23 @@ def served(backend: Backend) -> Served:
     return Served(stand_in, ("m", "other"), created=1)
 
 
+_ROUTES: dict[bool, list[Any]] = {}
+
+
+def application(backend: Backend) -> FastAPI:
+    """An application of its own, whose routes are shared: FastAPI prepares each for its first request."""
+    app = create_app(served(backend))
+    app.router.routes = _ROUTES.setdefault(backend.settings.chat_page, app.router.routes)
+    return app
+
+
 def ask_in_turn(
     backend: Backend, *requests: tuple[str, str, dict[str, Any]]
 ) -> list[httpx.Response]:
     """The answers of one application to requests: their methods, paths and options."""
 
     async def send() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(create_app(served(backend)), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(application(backend), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return [await client.request(how, path, **more) for how, path, more in requests]
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.api.openai import batch_runner, jobs, pacing
+from cog_triton.api.openai import batch_input, batch_runner, jobs, pacing
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.background import BackgroundResponses
 from cog_triton.api.openai.batch_input import Checks, InputLine, split_lines
@@ -223,9 +223,11 @@ async def test_the_input_is_checked_before_anything_runs(store: str) -> None:
 
 
 def test_a_batch_has_so_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batch_input.MAX_LINES == 50_000  # as at OpenAI
+    monkeypatch.setattr(batch_input, "MAX_LINES", 500)
     monkeypatch.setattr(pacing, "RESTS_PER_WORK", 0.0)
     checks = Checks(TEXT, served(Backend(STORE="0")))
-    rows = [InputLine(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 50_002)]
+    rows = [InputLine(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 502)]
     assert checks.read(rows[:-1])
     assert not checks.errors
     assert not checks.read(rows[-1:])
@@ -481,7 +483,7 @@ async def test_short_lines_are_few_rows_and_come_back_as_they_were(
 
 def test_lines_have_their_numbers_in_the_file() -> None:
     long = b"y" * 200_000
-    content = b"\n\na\n \n" + b"b\n" * 60_000 + b"\n" + long + b"\n\nlast"
+    content = b"\n\na\n \n" + b"b\n" * 40_000 + b"\n" + long + b"\n\nlast"
     file, first, rows = io.BytesIO(content), 1, []
     while chunks := file_routes.read_chunks(file, first):
         rows += [LineRow(chunk.first_line, chunk.data) for chunk in chunks]
