@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import tritonclient.grpc
 
-from cog_triton.errors import ANSWERED, DRAINS, LISTENS, TritonStartError
+from cog_triton.errors import ANSWERED, LISTENS, TritonStartError
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, Triton, make_server, running, settings_for, start
@@ -116,9 +116,7 @@ class Seen:
 
 
 # Lines of Triton that the product looks for.
-READ_BY_THE_PRODUCT = re.compile(
-    "|".join(["loading: ", "successfully loaded", *map(re.escape, (LISTENS, ANSWERED, DRAINS))])
-)
+READ_BY_THE_PRODUCT = re.compile("|".join(["loading: ", "successfully loaded", LISTENS, ANSWERED]))
 
 
 def seen_until_a_stop(server: TritonServer, caplog: pytest.LogCaptureFixture) -> Seen:
@@ -131,12 +129,26 @@ def seen_until_a_stop(server: TritonServer, caplog: pytest.LogCaptureFixture) ->
         region_bytes = [region.stat().st_size for region in regions(server)]
         server.stop()
     # Triton's next look at its models would come a second after the first.
-    assert sum("Found 3 live models" in line for line in caplog.messages) == 1
+    assert sum("Found 3 live models" in line for line in caplog.messages) <= 1
     server.stop()
     assert not server.is_ready()
     assert not left_of(server.shm_prefix)
-    lines = {(record.levelname, general(record.getMessage())) for record in caplog.records}
+    lines = {
+        (record.levelname, general(record.getMessage()))
+        for record in until_answered(caplog)
+        # A connection that has just ended may be counted or not.
+        if "service connections" not in record.getMessage()
+    }
     return Seen(sorted(processes), sorted(region_bytes), lines, server.status)
+
+
+def until_answered(caplog: pytest.LogCaptureFixture) -> Iterator[logging.LogRecord]:
+    """What a server says until it has answered every request: it may be killed from then on."""
+    for record in caplog.records:
+        yield record
+        if ANSWERED in record.getMessage():
+            return
+    raise AssertionError("the server did not say that it had answered every request")
 
 
 def descriptions(prefix: str) -> list[str]:
@@ -162,9 +174,7 @@ def test_a_stop_leaves_nothing_and_may_be_repeated(
     assert real.status == 0
     assert (fake.processes, fake.region_bytes) == (real.processes, real.region_bytes)
     assert fake.status == real.status
-    # Which of its models end before it is killed differs from time to time.
-    differing = {line for line in fake.lines if "unloaded" in line[1]}
-    assert fake.lines - differing <= real.lines
+    assert fake.lines <= real.lines
     read = {line for line in real.lines if READ_BY_THE_PRODUCT.search(line[1])}
     assert len(read) > 8
     assert read <= fake.lines
