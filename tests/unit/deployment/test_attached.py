@@ -1,6 +1,8 @@
 """A Triton that runs already: which end tokens its answers have."""
 
 import asyncio
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.deployment import attached
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable, blameless
+from cog_triton.protocol.triton_messages import service_pb2
+from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request, triton_inputs
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
@@ -113,7 +117,97 @@ def test_an_address_with_a_wrong_port_or_host_is_refused(endpoint: str) -> None:
         attached.address_of(endpoint)
 
 
+@pytest.mark.anyio
+async def test_requests_wait_for_a_triton_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "POLL_SECONDS", 0.0)
+    triton = running([LOST, SimpleNamespace(ready=False), SimpleNamespace(ready=True)])
+    failed = triton.current
+    back = await triton.client(failed)
+    assert back is triton.current is not failed
+    assert await triton.client(failed) is back, "it was replaced for all requests"
+    await back.aclose()
+    gone = running([LOST] * 999, RESUME_TIMEOUT="0.01")
+    with pytest.raises(TritonUnavailable, match="no Triton is ready"):
+        await gone.client(gone.current)
+
+
 # An ensemble that returns text and no ids
+
+
+def deployment_of_text(
+    tokenizer: Tokenizer, known: Mapping[str, bool], *texts: Sequence[str]
+) -> tuple[attached.TextDeployment, list[Any]]:
+    """A deployment whose ensemble returns these texts, and the requests that it gets."""
+    requests: list[Any] = []
+
+    async def responses(request: Any) -> AsyncGenerator[list[Any], None]:
+        requests.append(request)
+        for together in texts:
+            yield [response_of(text) for text in together]
+        yield [service_pb2.ModelInferResponse()]
+
+    nothing: Any = None
+    triton: Any = SimpleNamespace(current=SimpleNamespace(responses=responses))
+    deployment = attached.TextDeployment(
+        read_settings({}),
+        nothing,
+        nothing,
+        Admission(1, 1, 1.0),
+        tokenizer,
+        triton=triton,
+        model="ensemble",
+        known=known,
+        adapters=None,
+    )
+    return deployment, requests
+
+
+def response_of(text: str) -> Any:
+    response = service_pb2.ModelInferResponse()
+    response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+    response.raw_output_contents.append(struct.pack("<I", len(text.encode())) + text.encode())
+    return response
+
+
+TEXTS = (["Machine", " learn"], ["ing is"])
+
+
+@pytest.mark.anyio
+async def test_an_ensemble_of_text_streams_it_and_the_tokenizer_counts(
+    tokenizer: Tokenizer,
+) -> None:
+    request = Request("Hi", 1, max_tokens=50)
+    known = {**dict.fromkeys(triton_inputs(request), True), "bad_words": False, "random_seed": True}
+    del known["seed"]
+    deployment, requests = deployment_of_text(tokenizer, known, *TEXTS)
+    chunks = [chunk async for chunk in deployment.generate(request)]
+    assert [chunk.text for chunk in chunks] == ["Machine learn", "ing is", "", ""]
+    count = len(tokenizer("Machine learning is", add_special_tokens=False).input_ids)
+    assert (chunks[-1].output_tokens, chunks[-1].finish_reason) == (count, "stop")
+    assert chunks[-1].input_tokens == len(tokenizer("Hi").input_ids)
+    # The old name of an input, and the words that this ensemble demands.
+    assert {"random_seed", "bad_words"} <= {tensor.name for tensor in requests[0].inputs}
+    assert "seed" not in {tensor.name for tensor in requests[0].inputs}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"stop_sequences": ("rning",)}, "Machine lea", "stop"),
+        ({"stop_sequences": ("rning",), "include_stop": True}, "Machine learning", "stop"),
+        ({"max_tokens": 2}, "Machine learning is", "length"),
+    ],
+    ids=["stop sequence", "stop sequence that is kept", "limit"],
+)
+async def test_where_a_text_of_an_ensemble_ends(
+    fields: dict[str, Any], text: str, reason: str, tokenizer: Tokenizer
+) -> None:
+    request = Request("Hi", 1, **fields)
+    known = dict.fromkeys(triton_inputs(request), True)
+    deployment, _ = deployment_of_text(tokenizer, known, *TEXTS)
+    chunks = [chunk async for chunk in deployment.generate(request)]
+    assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (text, reason)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +229,10 @@ def test_an_address_with_a_wrong_port_or_host_is_refused(endpoint: str) -> None:
 async def test_what_an_ensemble_of_text_cannot_do_is_refused_by_name(
     fields: dict[str, Any], problem: str, tokenizer: Tokenizer
 ) -> None:
-    nothing: Any = None
-    deployment = attached.TextDeployment(
-        read_settings({}),
-        nothing,
-        nothing,
-        nothing,
-        tokenizer,
-        triton=nothing,
-        model="ensemble",
-        known=dict.fromkeys(triton_inputs(Request("Hi", 1, **fields)), True),
-        adapters=None,
+    request = Request("Hi", 1, **fields)
+    deployment, requests = deployment_of_text(
+        tokenizer, dict.fromkeys(triton_inputs(request), True), ["text"]
     )
     with pytest.raises(InvalidParameter, match=problem):
-        await anext(deployment.generate(Request("Hi", 1, **fields)))
+        await anext(deployment.generate(request))
+    assert requests == []
