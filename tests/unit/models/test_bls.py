@@ -205,6 +205,27 @@ def test_stop_words_go_as_texts_to_engines_that_take_them(
     assert asked_of(triton, "postprocessing")[0]["CUT_CHARACTERS"].tolist() == [[2]]
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "texts"),
+    [("true", ["text", "texttext", "texttexttext"]), ("false", ["text", "text", "text"])],
+)
+def test_texts_grow_if_they_accumulate(
+    triton: Triton, new_model: NewModel, accumulate: str, texts: list[str]
+) -> None:
+    triton.replies = [reply(1), reply(2), reply(3, final=True)]
+    sender = begin(new_model(accumulate_tokens=accumulate), request())
+    found = []
+    last = False
+    while not last:
+        response, last = sender.sent.get(timeout=60)
+        found += [
+            tensor.as_numpy()[0].decode()
+            for tensor in (response.output_tensors() if response else ())
+            if tensor.name() == "text_output"
+        ]
+    assert found == texts
+
+
 def test_what_fails_behind_the_engine_stops_it(
     triton: Triton, new_model: NewModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
