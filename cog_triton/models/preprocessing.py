@@ -25,7 +25,6 @@ from cog_triton.protocol.names import (
 )
 from cog_triton.protocol.parameters import ids_parameter, parse_logit_bias
 from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS
-from cog_triton.request.request import check_sampling
 from cog_triton.text.end_tokens import end_ids
 from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
 from cog_triton.text.words import Ids, WordTokenizer
@@ -181,6 +180,9 @@ class Preprocessor:
         batch = len(inputs["QUERY"])
         logit_bias = dict(parse_logit_bias(parameters.get(LOGIT_BIAS)))
         if logit_bias:
+            # Imported here, because it brings Pydantic, and this model is the last one to be ready.
+            from cog_triton.request.request import check_sampling
+
             check_sampling({"logit_bias": tuple(logit_bias.items())})
         words = stub.words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.empty(0))

@@ -47,7 +47,9 @@ except SystemExit:
 @pytest.mark.parametrize(
     ("program", "unused"),
     [
-        pytest.param(PREPROCESSING, {"torch", "sympy", "grpc", "cog"}, id="preprocessing"),
+        pytest.param(
+            PREPROCESSING, {"torch", "sympy", "grpc", "cog", "pydantic"}, id="preprocessing"
+        ),
         pytest.param(POSTPROCESSING, {"torch", "transformers", "grpc", "cog"}, id="postprocessing"),
         pytest.param(GUARD, {"numpy", "pydantic", "asyncio", "cog_triton"}, id="guard"),
         pytest.param(PREDICTOR, {"torch", "transformers", "fastapi", "grpc"}, id="predictor"),
