@@ -18,7 +18,7 @@ from cog_triton.api.cog import live_stream
 from cog_triton.api.cog.passage import Inputs
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
-from cog_triton.processes import end_with_parent
+from cog_triton.processes import end_with_parent, without_collections
 from cog_triton.protocol.parameters import parse_logit_bias
 from cog_triton.request.guide import choose_guide
 from cog_triton.request.limits import parse_json, parse_stop_sequences
@@ -57,7 +57,8 @@ class Predictor(BaseRunner):
         end_with_parent()
         beside = None
         if settings.openai_port is not None:
-            from cog_triton.api.openai.server import Embedded
+            with without_collections():
+                from cog_triton.api.openai.server import Embedded
 
             beside = Embedded(settings, lambda busy: live_stream.tell("busy" if busy else "idle"))
             settings = beside.settings

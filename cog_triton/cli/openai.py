@@ -18,6 +18,7 @@ from cog_triton.cli.options import (
     served_model_variables,
     verbose_variables,
 )
+from cog_triton.processes import without_collections
 from cog_triton.terminal import end_at_once_on_signals
 
 DESCRIPTION = """
@@ -110,6 +111,7 @@ def run(options: Options) -> int:
     set_up_log()
     if options.triton_endpoint is None:
         check_device()
-    from cog_triton.api.openai.server import run as serve
+    with without_collections():
+        from cog_triton.api.openai.server import run as serve
 
     return serve(options.host, port, options.triton_endpoint, options.triton_model)

@@ -10,10 +10,9 @@ import logging
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
-import httpx
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -39,6 +38,9 @@ from cog_triton.api.openai.storage.batches import (
 from cog_triton.api.openai.storage.limits import NoRoom
 from cog_triton.api.openai.storage.storage import Storage
 from cog_triton.errors import JournalUnavailable
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 MAX_BATCHES = 8  # batches that run at once
@@ -370,8 +372,10 @@ def output_line(
     return dumps(line) + b"\n"
 
 
-async def ask(app: ASGIApp, call: Call, body: bytes) -> httpx.Response:
+async def ask(app: ASGIApp, call: Call, body: bytes) -> "httpx.Response":
     """Send a batch's request to the application, and return the whole response."""
+    # Imported here: its command line, which comes with it, takes a tenth of a second.
+    import httpx
 
     async def inside(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, BATCH_CALL: call}, receive, send)

@@ -30,6 +30,9 @@ import guard
 """
 PREDICTOR = """
 import predict
+
+assert "fastapi" not in sys.modules
+import cog_triton.api.openai.server
 """
 FILL_TEMPLATE = """
 from cog_triton.repository import fill
@@ -52,7 +55,7 @@ except SystemExit:
         ),
         pytest.param(POSTPROCESSING, {"torch", "transformers", "grpc", "cog"}, id="postprocessing"),
         pytest.param(GUARD, {"numpy", "pydantic", "asyncio", "cog_triton"}, id="guard"),
-        pytest.param(PREDICTOR, {"torch", "transformers", "fastapi", "grpc"}, id="predictor"),
+        pytest.param(PREDICTOR, {"torch", "transformers", "grpc", "httpx"}, id="predictor"),
         pytest.param(FILL_TEMPLATE, {"numpy", "grpc", "cog"}, id="fill-template"),
         pytest.param(COMMAND_LINE, {"numpy", "pydantic", "cog", "grpc"}, id="command-line"),
     ],
