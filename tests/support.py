@@ -161,7 +161,7 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 def metrics(address: str) -> dict[str, float]:
     """The metrics of Triton or of OpenAI's API, by name and labels as they stand there."""
-    text = httpx.get(f"http://{address}/metrics", trust_env=False).text
+    text = httpx.get(f"http://{address}/metrics", trust_env=False, timeout=limit(60)).text
     samples = re.findall(r"^([a-z_:]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in samples}
 

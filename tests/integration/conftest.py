@@ -125,7 +125,7 @@ class SharedTriton:
 
     def is_ready(self) -> bool:
         url = f"http://{self.endpoints.http}/v2/health/ready"
-        return httpx.get(url, trust_env=False).status_code == 200
+        return httpx.get(url, trust_env=False, timeout=limit(60)).status_code == 200
 
 
 Triton: TypeAlias = TritonServer | SharedTriton

@@ -14,7 +14,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import Triton, engine_counters, make_server, running, settings_for
 from tests.integration.test_ensemble import BLS, MULTI_BYTE, generate, generate_stream, texts
-from tests.support import wait_until
+from tests.support import limit, wait_until
 from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
@@ -111,7 +111,9 @@ def test_what_ends_a_stream_ends_it_in_the_engine(triton: Triton, is_stopped: bo
         if is_stopped:
             stop = {"id": "to-stop", "stop": True, "input_ids": [0], "input_lengths": 1}
             url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/generate_stream"
-            reply = httpx.post(url, json={**stop, "request_output_len": 1}, trust_env=False)
+            reply = httpx.post(
+                url, json={**stop, "request_output_len": 1}, trust_env=False, timeout=limit(60)
+            )
             assert reply.status_code == 200
             found += texts(events)
             assert ANSWER.startswith("".join(found)[:20])

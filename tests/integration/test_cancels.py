@@ -1,4 +1,4 @@
-"""Storms of cancels, through every API: none is lost, and the engine is idle a second later.
+"""Storms of cancels, through every API: none is lost.
 
 CANCELS=5000 pytest tests/integration/test_cancels.py
 """
@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import CogServer, limit
+from tests.support import CogServer, limit, wait_until
 
 TOGETHER = 60
 CANCELS = int(os.environ.get("CANCELS", "60"))
-PAST_ANY_TEST = 5000  # tokens: 100 seconds at 20 ms a token
+PAST_ANY_TEST = (
+    20_000  # tokens: 400 seconds at 20 ms a token, longer than a test waits for their end
+)
 INPUTS = {"prompt": "What is machine learning?", "max_tokens": PAST_ANY_TEST}
 
 
@@ -81,22 +83,19 @@ WAYS: dict[str, Callable[[Storm], Awaitable[None]]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("way", WAYS)
 async def test_no_cancel_is_lost(paced_cog_server: CogServer, way: str) -> None:
-    """None of the requests runs a second after the last cancel of each wave."""
-    storm, lost = Storm(paced_cog_server), 0
+    """After each wave of cancels, nothing runs."""
+    storm = Storm(paced_cog_server)
     async with storm.client:
         for begun in range(0, CANCELS, TOGETHER):
             count = min(TOGETHER, CANCELS - begun)
             await asyncio.gather(*(WAYS[way](storm) for _ in range(count)))
-            lost += await still_running(paced_cog_server)
-    assert lost == 0, f"{lost} of {CANCELS} cancels were lost"
+            await asyncio.to_thread(
+                wait_until, partial(is_idle, paced_cog_server), 15, "no request"
+            )
 
 
-async def still_running(server: CogServer) -> int:
-    """Return how many requests the engine has, once it had a second to stop them."""
-    for _ in range(10):
-        await asyncio.sleep(0.1)
-        # What the engine reports of this one is newer than what it was told before.
-        await asyncio.to_thread(server.predict, prompt="Hi", max_tokens=2)
-        if server.engine["active"] == 0:
-            return 0
-    return int(server.engine["active"])
+def is_idle(server: CogServer) -> bool:
+    """Return whether the engine has no request."""
+    # What the engine reports of this one is newer than what it was told before.
+    server.predict(prompt="Hi", max_tokens=2)
+    return server.engine["active"] == 0

@@ -180,7 +180,9 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
 def test_an_input_that_is_missing_or_out_of_range_is_a_422(
     cog_server: CogServer, body: dict[str, Any], field: str
 ) -> None:
-    reply = httpx.post(f"{cog_server.url}/predictions", json=body, trust_env=False)
+    reply = httpx.post(
+        f"{cog_server.url}/predictions", json=body, trust_env=False, timeout=limit(60)
+    )
     assert reply.status_code == 422
     (problem,) = reply.json()["detail"]
     assert problem["loc"] == ["body", "input", field]
@@ -302,7 +304,7 @@ def test_output_comes_as_it_is_generated_until_it_is_cancelled(paced_cog_server:
         assert next(event for event in events if event[0] == "output")[1]["index"] == 0
         assert paced_cog_server.engine["generated"] - generated < 50
         cancel = f"{paced_cog_server.url}/predictions/cancel-me/cancel"
-        assert httpx.post(cancel, trust_env=False).status_code == 200
+        assert httpx.post(cancel, trust_env=False, timeout=limit(60)).status_code == 200
         ended = list(events)[-1]
     assert ended[1]["status"] == "canceled"
     assert ended[1]["metrics"]["finish_reason"] == "cancelled"
@@ -322,7 +324,9 @@ def test_a_url_in_a_request_is_text(paced_cog_server: CogServer) -> None:
     with http_server(Handler) as url:
         inputs = {"prompt": f"{url}/file", "max_tokens": 1}
         body = {"input": inputs, "output_file_prefix": f"{url}/out"}
-        answer = httpx.post(f"{paced_cog_server.url}/predictions", json=body, trust_env=False)
+        answer = httpx.post(
+            f"{paced_cog_server.url}/predictions", json=body, trust_env=False, timeout=limit(60)
+        )
     assert answer.json()["status"] == "succeeded"
     assert asked == []
 
@@ -336,7 +340,7 @@ def test_a_stream_has_events_of_the_log_and_the_metrics(paced_cog_server: CogSer
 
 def test_a_cancel_of_no_prediction_is_a_404(paced_cog_server: CogServer) -> None:
     url = f"{paced_cog_server.url}/predictions/nothing-has-this-id/cancel"
-    assert httpx.post(url, trust_env=False).status_code == 404
+    assert httpx.post(url, trust_env=False, timeout=limit(60)).status_code == 404
 
 
 def test_health_is_what_a_request_would_see(paced_cog_server: CogServer) -> None:

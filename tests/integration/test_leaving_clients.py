@@ -17,7 +17,7 @@ from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import EndTokens
 from tests.integration.conftest import SharedTriton, engine_counters
 from tests.integration.test_faulty_connections import SameServer, ids_of
-from tests.support import metrics, started_by, wait_until
+from tests.support import limit, metrics, started_by, wait_until
 
 STREAMS, LEAVERS = 6, 5
 TOKENS = 150
@@ -75,7 +75,7 @@ def test_streams_go_on_when_others_leave_a_queue_that_stands_still(
             # The leavers' requests end as well: none is left in the ensemble.
             await asyncio.gather(*client._tasks)
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), limit(120)))
     wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
 
 
@@ -121,6 +121,6 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_tokenized(
             assert len(await stayed) == TOKENS
             await asyncio.gather(*client._tasks)
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), limit(120)))
     assert dropped() > before
     wait_until(lambda: engine["active"] == 0, 60, "an idle engine")

@@ -64,7 +64,7 @@ def check_ready_line(server: OpenAIServer) -> None:
     ready, command = server.log.read_text().partition("ready: http")[2].splitlines()[:2]
     page = f"{server.url}/"
     assert f"http{ready}" == f"{server.url}, with a chat page at {page} (Ctrl-C stops it); try"
-    assert "<title>" in httpx.get(page, trust_env=False).text
+    assert "<title>" in httpx.get(page, trust_env=False, timeout=limit(60)).text
     assert "/v1/chat/completions" in command  # the demo model has a chat template
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     (choice,) = json.loads(ran.stdout)["choices"]
@@ -281,7 +281,9 @@ def stream_of(server: OpenAIServer, seed: int, begun: Event | None = None) -> st
 def answers(server: OpenAIServer) -> bool:
     body = {"model": "demo", "prompt": "Hello", "max_tokens": 3}
     try:
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2, trust_env=False)
+        reply = httpx.post(
+            f"{server.url}/v1/completions", json=body, timeout=limit(2), trust_env=False
+        )
     except httpx.TransportError:  # the one that stands still has it, until it goes on
         return False
     return reply.status_code == 200

@@ -9,7 +9,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from tests.openai_server import streamed_chat
-from tests.support import CogServer, children, started_by, wait_until
+from tests.support import CogServer, children, limit, started_by, wait_until
 
 STREAMS = 6
 
@@ -23,7 +23,7 @@ def test_both_apis_have_one_triton(paced_cog_server: CogServer) -> None:
     url = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
 
     def requests_running() -> int:
-        (load,) = httpx.get(f"{url}/v1/loads", trust_env=False).json()["loads"]
+        (load,) = httpx.get(f"{url}/v1/loads", trust_env=False, timeout=limit(60)).json()["loads"]
         return int(load["num_running_reqs"])
 
     with contextlib.ExitStack() as streams:

@@ -115,7 +115,8 @@ def test_a_line_for_each_request_by_the_name_of_its_key(keyed: OpenAIServer) -> 
 
 
 def test_a_key_that_has_used_up_its_tokens(keyed: OpenAIServer) -> None:
-    first = keyed.post(CHAT, chat_body(max_tokens=40), **bearer("sk-few"))
+    long = [{"role": "user", "content": "word " * 500}]
+    first = keyed.post(CHAT, chat_body(messages=long, max_tokens=2), **bearer("sk-few"))
     assert first.headers["x-ratelimit-limit-tokens"] == "30"
     second = keyed.post(CHAT, chat_body(), **bearer("sk-few"))
     assert (second.status_code, second.json()["error"]["type"]) == (429, "tokens")

@@ -71,7 +71,7 @@ def check_subsets(triton: Triton, largest: int) -> None:
     """Ask for each subset of up to so many of the outputs, and for all of them."""
     of_made = subsets(MADE, {*range(1, min(largest, len(MADE)) + 1), len(MADE)})
     url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/config"
-    config = httpx.get(url, trust_env=False).json()
+    config = httpx.get(url, trust_env=False, timeout=limit(60)).json()
     with grpc.insecure_channel(triton.endpoints.grpc) as channel:
         streams = bool(config["model_transaction_policy"]["decoupled"])
         ask = partial(check, service_pb2_grpc.GRPCInferenceServiceStub(channel), streams)
@@ -94,7 +94,7 @@ def check_text_alone_over_http(triton: Triton) -> None:
     ]
     body = {"inputs": inputs, "outputs": [{"name": "text_output"}]}
     url = f"http://{triton.endpoints.http}/v2/models/ensemble/infer"
-    (output,) = httpx.post(url, json=body, trust_env=False).json()["outputs"]
+    (output,) = httpx.post(url, json=body, trust_env=False, timeout=limit(60)).json()["outputs"]
     assert (output["name"], output["shape"]) == ("text_output", [1])
     assert output["data"][0]
 

@@ -128,7 +128,7 @@ def test_nothing_else_is_let_through(proxy: httpx.Client, method: str, paths: li
 def test_who_has_no_password_gets_nothing(proxy: httpx.Client) -> None:
     for auth in (None, ("user", "wrong")):
         with httpx.Client(
-            base_url=proxy.base_url, verify=False, trust_env=False, auth=auth
+            base_url=proxy.base_url, verify=False, trust_env=False, auth=auth, timeout=limit(30)
         ) as stranger:
             assert stranger.post("/predictions", json=SHORT).status_code == 401
 

@@ -13,11 +13,10 @@ import pytest
 from tests.agents import BIN
 from tests.late import anthropic, openai
 from tests.scripted_model import ScriptedModel, Step, serving
-from tests.support import ROOT
+from tests.support import ROOT, limit
 
 # Their tests have imported the SDKs, too.
 pytestmark = pytest.mark.xdist_group("cog_server")
-SECONDS = 120
 END = "It is sunny."
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 REFUSED = "is not supported: this model reads text only"
@@ -58,7 +57,7 @@ def test_openais_sdk_cancels_a_chat(stalling: tuple[ScriptedModel, str]) -> None
         stream = client.chat.completions.create(model="m", messages=SPEAK, tools=tools, stream=True)
         next(iter(stream))
         stream.close()
-        assert model.cancelled.wait(SECONDS)
+        assert model.cancelled.wait(limit(60))
 
 
 def test_openais_sdk_cancels_a_response(stalling: tuple[ScriptedModel, str]) -> None:
@@ -68,7 +67,7 @@ def test_openais_sdk_cancels_a_response(stalling: tuple[ScriptedModel, str]) -> 
         stream = client.responses.create(model="m", input="Speak.", tools=tools, stream=True)
         next(iter(stream))
         stream.close()
-        assert model.cancelled.wait(SECONDS)
+        assert model.cancelled.wait(limit(60))
 
 
 def test_openais_sdk_gets_a_clear_refusal_of_a_picture(answering: str) -> None:
@@ -93,7 +92,7 @@ def test_anthropics_sdk_cancels(stalling: tuple[ScriptedModel, str]) -> None:
             model="m", max_tokens=100, messages=SPEAK, tools=tools
         ) as stream:
             next(iter(stream.text_stream))
-        assert model.cancelled.wait(SECONDS)
+        assert model.cancelled.wait(limit(60))
 
 
 def test_anthropics_sdk_is_told_that_a_picture_was_left_out(answering: str) -> None:
@@ -122,7 +121,7 @@ def ai_sdk(url: str, provider: str, task: str) -> dict[str, Any]:
         [node, str(AI_SDK), url, provider, task, str(BIN.parent)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=limit(120),
         env={"AI_SDK_LOG_WARNINGS": "false"},
     )
     assert ran.returncode == 0, ran.stderr
@@ -159,4 +158,4 @@ def test_the_ai_sdk_and_a_picture(provider: str, answering: str) -> None:
 def test_the_ai_sdk_cancels(provider: str, stalling: tuple[ScriptedModel, str]) -> None:
     model, url = stalling
     assert ai_sdk(url, provider, "cancel") == {"aborted": True}
-    assert model.cancelled.wait(SECONDS)
+    assert model.cancelled.wait(limit(60))
