@@ -21,6 +21,8 @@ from tests.late import (
 )
 from tests.tiny_models import save_tiny_model
 
+OWN_CODE = Path(__file__).parents[1] / "integration" / "remote_code"
+
 if TYPE_CHECKING:
     Weights = dict[str, torch.Tensor]
 
@@ -76,6 +78,31 @@ def test_a_model_that_its_checkpoint_does_not_fill(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         create_engine(changed(llama, tmp_path / "model", change))
+
+
+def test_a_models_own_code_runs_if_it_is_trusted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    for module in OWN_CODE.glob("*_own.py"):
+        shutil.copy(module, model)
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "of_its_own", "architectures": ["Own"], "auto_map": classes}
+    (model / "config.json").write_text(json.dumps(config))
+    # Where transformers keeps copies of such code.
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr("transformers.utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    parameters = {"model": str(model), "device": "cpu"}
+    with pytest.raises(ValueError, match="requires its own Python code to run"):
+        transformers_loading.load_model(parameters)
+    loaded = transformers_loading.load_model({**parameters, "trust_remote_code": "true"})
+    assert type(loaded).__name__ == "OwnForCausalLM"
 
 
 def test_an_unknown_rotary_embedding_is_named(llama: Path, tmp_path: Path) -> None:

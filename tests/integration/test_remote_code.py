@@ -65,13 +65,17 @@ def test_without_the_setting_each_of_tritons_models_does(own_model: Path, tmp_pa
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "engine", ["simulated", pytest.param("transformers", marks=pytest.mark.rare)]
+)
 async def test_with_the_setting_their_code_runs_in_every_process(
-    own_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    own_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
 ) -> None:
+    """The model's own, in the engine without Triton: tests/compute/test_transformers_loading.py."""
     # A cache of its own: all processes find it empty, and copy the code there at the same time.
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     request = Request("What is machine learning?", seed=0, max_tokens=16, temperature=0.0)
-    environment = {"ENGINE": "transformers", "TRUST_REMOTE_CODE": "1"}
+    environment = {"ENGINE": engine, "TRUST_REMOTE_CODE": "1"}
     async with deployed(own_model, **environment) as deployment:
         text = "".join([chunk.text async for chunk in deployment.generate(request)])
     assert text
