@@ -19,6 +19,7 @@ from cog_triton.deployment import deployment, transformers_checks
 from cog_triton.models import stub
 from cog_triton.processes import without_collections
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
+from cog_triton.text.transformers_import import list_models_once_imported
 from tests.support import regions_left, wait_until
 from tools.demo_model import DIRECTORY
 
@@ -59,6 +60,7 @@ def pytorch_for_all_tests_or_for_none(request: pytest.FixtureRequest) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         for module in (deployment, transformers_checks, stub):
             patch.setattr(module, "without_torch", lambda: None)
+        list_models_once_imported()
         unit_tests = ROOT / "tests/unit"
         is_unit_run = all(item.path.is_relative_to(unit_tests) for item in request.session.items)
         if is_unit_run and "torch" not in sys.modules:

@@ -28,11 +28,16 @@ Listing = dict[frozenset[str], dict[str, set[str]]]
 
 def list_models_once() -> None:
     """Import transformers, and let it read its files for the names of models once, not at each import."""
+    list_models_once_imported()
+    import transformers  # noqa: F401
+
+
+def list_models_once_imported() -> None:
+    """Let transformers, when it is imported, read its files for the names of models once."""
     if LISTING_MODULE in sys.modules:
         _patch(sys.modules[LISTING_MODULE])
     elif not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PatchingFinder())
-    import transformers  # noqa: F401
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):

@@ -65,7 +65,7 @@ SHAPES: dict[str, Callable[[], bytes]] = {
     "as many nulls as may be": lambda: b"[" + b"null," * MILLION + b"0]",
     "as many strings as may be": lambda: b"[" + b'"a",' * 130_000 + b"0]",
     "as many lists as may be": lambda: b"[" + b"[[]]," * 32_000 + b"0]",
-    "many names": lambda: names(1_000_000),
+    "many names": lambda: names(300_000),
     "as many names as may be": lambda: names(130_000),
     "a long number": lambda: text_of(b"1"),
     "a long fraction": lambda: b"1." + text_of(b"1"),

@@ -52,6 +52,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tokenizer_of(request.param)
 
 
+@cache
 def spellings(tokenizer: Tokenizer, text: str) -> list[list[int]]:
     """Return ids of a text: the tokenizer's, and others, made of pieces of the text."""
     made = [tokenizer(text, add_special_tokens=False).input_ids]

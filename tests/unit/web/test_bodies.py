@@ -17,6 +17,7 @@ from cog_triton.web.forms import FORM_HEADER_BYTES, FORM_PARTS, FORM_TEXT_BYTES,
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(alphabet='a"\\,[{é'),
     lambda values: st.lists(values) | st.dictionaries(st.text(alphabet='a"\\,[{é'), values),
+    max_leaves=25,
 )
 FORM = "multipart/form-data; boundary=x"
 HEAD = b'--x\r\nContent-Disposition: form-data; name="a"; filename="b"\r\n\r\n'

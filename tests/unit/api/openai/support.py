@@ -118,10 +118,10 @@ def served(backend: Backend) -> Served:
 _ROUTES: dict[bool, list[Any]] = {}
 
 
-def application(backend: Backend) -> FastAPI:
+def application(served: Served) -> FastAPI:
     """An application of its own, whose routes are shared: FastAPI prepares each for its first request."""
-    app = create_app(served(backend))
-    app.router.routes = _ROUTES.setdefault(backend.settings.chat_page, app.router.routes)
+    app = create_app(served)
+    app.router.routes = _ROUTES.setdefault(served.settings.chat_page, app.router.routes)
     return app
 
 
@@ -131,7 +131,7 @@ def ask_in_turn(
     """The answers of one application to requests: their methods, paths and options."""
 
     async def send() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(application(backend), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(application(served(backend)), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return [await client.request(how, path, **more) for how, path, more in requests]
 

@@ -114,6 +114,16 @@ def test_a_system_turn_between_others_reaches_the_template() -> None:
     assert template[-1] == {"role": "system", "content": "Two helpers are at hand."}
 
 
+def test_turns_of_one_role_are_one() -> None:
+    answer = {"role": "assistant", "content": "A"}
+    _, template = asked(messages=[HI, HI, answer, answer, user(text("x")), HI])
+    assert [(turn["role"], turn["content"]) for turn in template] == [
+        ("user", "Hi\nHi"),
+        ("assistant", "A\nA"),
+        ("user", "x\nHi"),
+    ]
+
+
 @pytest.mark.parametrize(
     "line", ["x-anthropic-billing-header: cc_version=2.1; cch=1;", " x-anthropic-billing-header:"]
 )

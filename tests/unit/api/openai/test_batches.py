@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from cog_triton.api.openai import batch_input, batch_runner, jobs, pacing
-from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.background import BackgroundResponses
 from cog_triton.api.openai.batch_input import Checks, InputLine, split_lines
 from cog_triton.api.openai.batch_runner import Runner, body_of
@@ -27,7 +26,16 @@ from cog_triton.api.openai.storage.batches import RunningBatch
 from cog_triton.api.openai.storage.files import LineRow
 from cog_triton.api.openai.storage.responses import ActiveResponse
 from cog_triton.errors import JournalUnavailable, TritonUnavailable
-from tests.unit.api.openai.support import CHAT, CHUNKS, MESSAGES, TEXT, Backend, ask, served
+from tests.unit.api.openai.support import (
+    CHAT,
+    CHUNKS,
+    MESSAGES,
+    TEXT,
+    Backend,
+    application,
+    ask,
+    served,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +54,7 @@ class Client(httpx.AsyncClient):
 
     def __init__(self, backend: Backend, key: str = "") -> None:
         self.served = served(backend)
-        app = create_app(self.served)
+        app = application(self.served)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         super().__init__(transport=transport, base_url="http://test", headers=headers)

@@ -8,8 +8,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from cog_triton.api.openai.app import create_app
-from tests.unit.api.openai.support import CHUNKS, RESPONSES, Backend, served
+from tests.unit.api.openai.support import CHUNKS, RESPONSES, Backend, application, served
 
 pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
@@ -17,7 +16,7 @@ BIG, HALF = "100000000000000000000", '"\\ud800"'
 
 
 def client_of(backend: Backend) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(served(backend)), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(application(served(backend)), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=JSON)
 
 
@@ -222,7 +221,7 @@ async def test_further_fields_of_all_objects_are_stored_as_they_can_be_read_agai
     backend = Backend(
         *CHUNKS, template="tools <tool_call> </think>", STORE=str(tmp_path / "journal.db")
     )
-    app = create_app(served(backend))
+    app = application(served(backend))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         body = {**with_further_fields(WHOLE, further), "background": is_background}
