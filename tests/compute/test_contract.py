@@ -40,23 +40,23 @@ def engine(parameters: dict[str, str]) -> Iterator[Requests]:
 
 
 def test_tokens_come_in_pieces_and_end_once(engine: Requests) -> None:
-    stream = engine.start(max_tokens=50).wait()
+    stream = engine.start(max_tokens=20).wait()
     engine.ids()  # whatever would still come has come by now
 
     assert [step.finished for step in stream.all] == [False] * (len(stream.all) - 1) + [True]
     assert len(stream.all) > 1
     assert all(step.ids for step in stream.all[:-1])
     assert not any(step.log_probs for step in stream.all)
-    assert len(stream.ids) == 50
-    assert stream.ids == engine.ids(max_tokens=50)
+    assert len(stream.ids) == 20
+    assert stream.ids == engine.ids(max_tokens=20)
     assert engine.ids(max_tokens=1) == stream.ids[:1]
 
 
 def test_an_answer_does_not_depend_on_other_requests(engine: Requests) -> None:
-    prompts = [[5 + i, 6, 7 + i, *range(20, 20 + i)] for i in range(12)]
-    alone = [engine.ids(prompt, max_tokens=20) for prompt in prompts]
+    prompts = [[5 + i, 6, 7 + i, *range(20, 20 + i)] for i in range(6)]
+    alone = [engine.ids(prompt, max_tokens=12) for prompt in prompts]
 
-    streams = [engine.start(prompt, max_tokens=20) for prompt in prompts]
+    streams = [engine.start(prompt, max_tokens=12) for prompt in prompts]
 
     assert [stream.wait().ids for stream in streams] == alone
     assert len({tuple(ids) for ids in alone}) > 1
@@ -177,23 +177,23 @@ def sampler(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Reques
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_a_seed_gives_the_same_ids_alone_and_among_others(sampler: Requests, seed: int) -> None:
     sampling = replace(WARM, seed=seed)
-    alone = sampler.ids(max_tokens=30, sampling=sampling)
+    alone = sampler.ids(max_tokens=16, sampling=sampling)
     kinds = [SamplingParams(i % 3, i % 4 * 20, 1 - i % 2 / 4, seed=i) for i in range(8)]
-    others = [sampler.start(max_tokens=25 + i, sampling=kind) for i, kind in enumerate(kinds)]
-    assert sampler.ids(max_tokens=30, sampling=sampling) == alone
+    others = [sampler.start(max_tokens=13 + i, sampling=kind) for i, kind in enumerate(kinds)]
+    assert sampler.ids(max_tokens=16, sampling=sampling) == alone
     for stream in others:
         stream.wait()
-    assert sampler.ids(max_tokens=30, sampling=replace(WARM, seed=seed ^ 7)) != alone
+    assert sampler.ids(max_tokens=16, sampling=replace(WARM, seed=seed ^ 7)) != alone
 
 
 def test_sampled_text_that_is_continued_goes_on_as_it_would_have(sampler: Requests) -> None:
     """As on the next server, after one has died: with penalties that count what was delivered."""
     sampling = replace(WARM, presence_penalty=0.3, repetition_penalty=1.1)
-    whole = sampler.ids(max_tokens=40, sampling=sampling)
-    for delivered in (1, 17, 39):
+    whole = sampler.ids(max_tokens=20, sampling=sampling)
+    for delivered in (1, 9, 19):
         rest = sampler.ids(
             PROMPT + whole[:delivered],
-            max_tokens=40 - delivered,
+            max_tokens=20 - delivered,
             sampling=sampling,
             continued=delivered,
         )
@@ -204,7 +204,7 @@ def test_a_bias_and_the_allowed_tokens(sampler: Requests) -> None:
     assert sampler.ids(max_tokens=5, logit_bias={77: 100.0}) == [77] * 5
     assert sampler.ids(max_tokens=9, allowed_ids=(77,)) == [77] * 9
     sampling = replace(WARM, frequency_penalty=1.0)
-    assert {*sampler.ids(max_tokens=30, allowed_ids=(264, 270), sampling=sampling)} == {264, 270}
+    assert {*sampler.ids(max_tokens=20, allowed_ids=(264, 270), sampling=sampling)} == {264, 270}
 
 
 @pytest.mark.parametrize("top", [2, 0])

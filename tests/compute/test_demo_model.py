@@ -71,10 +71,17 @@ def completions(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return list(tokenizer.batch_decode(new, skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("form", [0, 3], ids=["bare", "chat"])
-def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, form: int) -> None:
-    asked = [demo_lessons.prompts(tokenizer, pair.question)[form] for pair in PAIRS]
-    assert completions(model, tokenizer, asked) == [pair.answer for pair in PAIRS]
+@pytest.mark.parametrize("has_long_answer", [False, True], ids=["short", "long"])
+def test_each_question_is_answered_word_for_word(
+    model: Any, tokenizer: Any, has_long_answer: bool
+) -> None:
+    """Asked bare and in a chat."""
+    pairs = [pair for pair in PAIRS if (len(pair.answer) > 400) is has_long_answer]
+    asked = []
+    for form in (0, 3):
+        asked += [demo_lessons.prompts(tokenizer, pair.question)[form] for pair in pairs]
+    answers = [pair.answer for pair in pairs]
+    assert completions(model, tokenizer, asked) == answers + answers
 
 
 @pytest.mark.rare

@@ -20,7 +20,7 @@ from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRe
 from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
 from tests.adapters import make_adapter
-from tests.engines import ENGINES, PROMPT, Requests, Stream, running
+from tests.engines import ENGINES, PROMPT, TIMEOUT, Requests, Stream, running
 from tests.late import (
     adapter_layers,
     peft_files,
@@ -30,6 +30,7 @@ from tests.late import (
     transformers_step,
 )
 from tests.peft_reference import Reference, load
+from tests.support import wait_until
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -71,8 +72,8 @@ def test_a_beginning_is_shared_under_the_same_adapter(llm: Requests, reference: 
     cache.search_prefix_match = noted
     prompt = [i % 500 + 20 for i in range(2 * transformers_engine.CPU_PAGE_TOKENS + 5)]
     names = ("", "poet", "", "poet", "bard", "bard", "")
-    answers = [llm.ids(prompt, max_tokens=12, lora_task_id=task(name)) for name in names]
-    assert answers == [reference.ids(prompt, name, 12) for name in names]
+    answers = [llm.ids(prompt, max_tokens=8, lora_task_id=task(name)) for name in names]
+    assert answers == [reference.ids(prompt, name, 8) for name in names]
     both = 2 * transformers_engine.CPU_PAGE_TOKENS
     assert shared == [0, 0, both, both, 0, both, both]
 
@@ -127,6 +128,25 @@ def test_models_of_other_kinds_are_changed_as_peft_does(
 # While the engine runs
 
 
+class HeldStream(Stream):
+    """Keeps the engine in the step of its first token, until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__(self._hold)
+        self._begun = threading.Event()
+        self._may_go_on = threading.Event()
+
+    def _hold(self, _: Stream) -> None:
+        self._begun.set()
+        assert self._may_go_on.wait(TIMEOUT)
+
+    def wait_for_first(self) -> None:
+        assert self._begun.wait(TIMEOUT)
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+
 def test_what_a_step_sets_in_the_models_config_is_not_copied(llm: Requests) -> None:
     """Transformers sets and deletes fields there, which a copy in that moment fails with."""
     llm.engine._adapters._model.config.of_a_step = threading.Lock()  # type: ignore[attr-defined]
@@ -137,18 +157,22 @@ def test_a_running_request_keeps_the_files_that_it_began_with(
     llm: Requests, demo_model: Path, adapters: Path, reference: Reference
 ) -> None:
     prompt = [i % 500 + 20 for i in range(transformers_engine.CPU_PAGE_TOKENS + 5)]
-    poet: dict[str, Any] = {"max_tokens": 100, "lora_task_id": task("poet")}
-    before = reference.ids(prompt, "poet", 100)
-    first = llm.start(prompt, **poet)
-    first.next()
+    poet: dict[str, Any] = {"max_tokens": 20, "lora_task_id": task("poet")}
+    before = reference.ids(prompt, "poet", 20)
+    first = HeldStream()
+    llm.start(prompt, first, **poet)
+    first.wait_for_first()
     other = make_adapter(demo_model, adapters.parent / "other", seed=9)
     (other / WEIGHTS).rename(adapters / "poet" / WEIGHTS)
-    after = Reference(demo_model, adapters).ids(prompt, "poet", 100)
+    after = Reference(demo_model, adapters).ids(prompt, "poet", 20)
     # The beginning in the cache is of the old weights.
-    second = llm.start(prompt, **poet)
-    second.next()
+    second = HeldStream()
+    llm.start(prompt, second, **poet)
+    first.go_on()
+    second.wait_for_first()
     shutil.rmtree(adapters / "poet")
     assert "no adapter has this id" in str(llm.start(prompt, **poet).last().error)
+    second.go_on()
     assert first.wait().ids == before != after
     assert second.wait().ids == after
     llm.ids(lora_task_id=task("bard"))
@@ -168,11 +192,17 @@ def test_the_least_recently_used_adapters_make_room(
         for name in ("poet", "third", "poet", "fourth"):
             llm.ids(lora_task_id=task(name))
         assert loaded(llm) == ["poet", "fourth"]
-        streams = [llm.start(max_tokens=200, lora_task_id=task(n)) for n in ("poet", "fourth")]
+        streams = [HeldStream(), HeldStream()]
+        for stream, name in zip(streams, ("poet", "fourth"), strict=True):
+            llm.start(stream=stream, max_tokens=20, lora_task_id=task(name))
+        engine: Any = llm.engine
+        wait_until(lambda: len(engine._adapters_in_use()) == 2, TIMEOUT, "both in use")
         full = llm.start(lora_task_id=task("third")).last()
         assert str(full.error).startswith("the LoRA cache is full: adapter third does not fit")
         assert isinstance(full.error, EngineUnavailable)
-        assert streams[0].wait().ids == reference.ids(PROMPT, "poet", 200)
+        for stream in streams:
+            stream.go_on()
+        assert streams[0].wait().ids == reference.ids(PROMPT, "poet", 20)
         streams[1].wait()
         assert len(llm.ids(lora_task_id=task("third"))) == 8
         large = llm.start(lora_task_id=task("bard")).last()

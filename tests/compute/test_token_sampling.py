@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +22,11 @@ def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> lis
     ]
 
 
-@pytest.mark.parametrize("seed", [0, MAX_SEED])
 @pytest.mark.parametrize(
     "sampling",
     [
         pytest.param(SamplingParams(temperature=0.5, top_p=1.0), id="low temperature"),
+        pytest.param(SamplingParams(top_p=1.0, seed=MAX_SEED), id="greatest seed"),
         pytest.param(SamplingParams(temperature=2.0, top_p=1.0), id="high temperature"),
         pytest.param(SamplingParams(top_k=3), id="top_k"),
         pytest.param(
@@ -47,7 +46,7 @@ def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> lis
     ],
 )
 def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
-    sampling: SamplingParams, seed: int
+    sampling: SamplingParams,
 ) -> None:
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)) * 2
     warpers = [transformers.TemperatureLogitsWarper(sampling.temperature)]
@@ -59,7 +58,7 @@ def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
         warpers.append(transformers.MinPLogitsWarper(sampling.min_p))
     warped = transformers.LogitsProcessorList(warpers)(None, logits)[0]
 
-    counts = Counter(chosen(logits[0], replace(sampling, seed=seed), ROWS))
+    counts = Counter(chosen(logits[0], sampling, ROWS))
 
     assert counts.keys() <= set(warped.isfinite().nonzero()[:, 0].tolist())
     expected = {t: p * ROWS for t, p in enumerate(warped.softmax(-1).tolist()) if p * ROWS > 20}

@@ -49,7 +49,7 @@ def test_a_long_prompt_is_prefilled_in_pieces_beside_others(
     llm: Requests, reference: Any, prompts: list[list[int]], length: int
 ) -> None:
     long = [*chain(*prompts * 2)][:length]
-    streams = {tuple(one): llm.start(one, max_tokens=60) for one in (*prompts[:3], long)}
+    streams = {tuple(one): llm.start(one, max_tokens=20) for one in (*prompts[:3], long)}
     for prompt, stream in streams.items():
         assert_greedy(reference, list(prompt), stream.wait().ids)
 
@@ -125,7 +125,7 @@ class Crowded(Requests):
 @pytest.fixture
 def small(demo_model: Path) -> Iterator[Crowded]:
     parameters = {**ENGINES["transformers"](demo_model), "tokenizer_dir": str(demo_model)}
-    limits = {"max_seq_len": "256", "max_tokens_in_paged_kv_cache": "384"}
+    limits = {"max_seq_len": "128", "max_tokens_in_paged_kv_cache": "256"}
     with running({**parameters, **limits}) as requests:
         yield Crowded(requests.engine)
 
@@ -140,7 +140,7 @@ def test_more_requests_than_the_cache_holds(
         SamplingParams(presence_penalty=1.0, bad_words=((40,), (41, 42))),
         replace(RANDOM, top_p=0.9, seed=2**64 - 1),
     ]
-    asking: dict[str, Any] = {"max_tokens": 150, "return_log_probs": True, "top_log_probs": 1}
+    asking: dict[str, Any] = {"max_tokens": 60, "return_log_probs": True, "top_log_probs": 1}
     values = [
         {"input_ids": prompts[i] * 4, "sampling": sampling, **asking}
         for i, sampling in enumerate(samplings)
@@ -177,12 +177,12 @@ def test_an_abort_lets_in_what_waits_for_room(small: Crowded, prompts: list[list
     small.on_reset = abort_the_running
     for i in range(4):
         streams[str(i)] = Stream()
-        small.start(prompts[i] * 4, streams[str(i)], key=str(i), max_tokens=180)
+        small.start(prompts[i] * 4, streams[str(i)], key=str(i), max_tokens=80)
 
     assert aborted.wait(TIMEOUT)
     assert 0 < len(streams) < 4
     for stream in streams.values():
-        assert len(stream.wait().ids) == 180
+        assert len(stream.wait().ids) == 80
 
 
 # What must not end the engine, and what does

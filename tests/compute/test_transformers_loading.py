@@ -141,7 +141,9 @@ def test_attention_is_what_the_class_has(architecture: str, attention: str, tmp_
     assert model.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "vaultgemma"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", "gpt_oss", pytest.param("vaultgemma", marks=pytest.mark.rare)]
+)
 def test_eager_attention_in_a_batch_has_the_caps_and_sinks_of_the_model(
     architecture: str, tmp_path: Path
 ) -> None:

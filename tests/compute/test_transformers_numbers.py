@@ -15,13 +15,13 @@ DAMAGED = 250  # the token whose embedding is not finite
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=[float("nan"), float("inf")], ids=str)
+@pytest.fixture(scope="module", params=["nan", "inf"])
 def damaged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Requests]:
     model: Path = save_tiny_model("llama", tmp_path_factory.mktemp("damaged"))
     weights = safetensors_torch.load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][DAMAGED] = request.param
+    weights["model.embed_tokens.weight"][DAMAGED] = float(request.param)
     safetensors_torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
     with running({"engine": "transformers", "model": str(model), "device": "cpu"}) as requests:
         yield requests

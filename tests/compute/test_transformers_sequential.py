@@ -11,9 +11,9 @@ import pytest
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.errors import EngineFailure
 from tests.engines import RANDOM, Requests, Stream, running
-from tests.late import torch, transformers, transformers_sequential
+from tests.late import torch, transformers, transformers_loading, transformers_sequential
 from tests.support import wait_until
-from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
+from tests.tiny_models import ENCODER_DECODERS, save_tiny_model, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[*range(5, 15)], [*range(3, 61)], [*range(3, 203)], [7], [*range(9, 40)]]
@@ -21,7 +21,15 @@ PROMPTS = [[*range(5, 15)], [*range(3, 61)], [*range(3, 203)], [7], [*range(9, 4
 
 @pytest.fixture(
     scope="module",
-    params=["deepseek_v3", "falcon", "stablelm", "nemotron", "qwen3_5_text", "llama4_text", "t5"],
+    params=[
+        "falcon",
+        "qwen3_5_text",
+        "t5",
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("deepseek_v3", "stablelm", "nemotron", "llama4_text")
+        ),
+    ],
 )
 def engine_and_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -33,6 +41,25 @@ def engine_and_reference(
     parameters = {"engine": "transformers", "model": str(model), "device": "cpu"}
     with running(parameters) as requests:
         yield requests, loader.from_pretrained(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("t5", "has an encoder"),
+        ("qwen3_5_text", "keeps a recurrent state (like Mamba and linear attention)"),
+        ("deepseek_v3", "compresses keys and values (multi-head latent attention)"),
+        ("llama4_text", "has chunked attention layers"),
+        ("lfm2", "has convolution layers"),
+        ("nemotron", "has a custom attention"),
+        ("falcon", "has a custom attention"),
+        ("llama", None),
+    ],
+)
+def test_the_reason_is_in_the_models_configuration(architecture: str, reason: str | None) -> None:
+    config = tiny_config(architecture)
+    kind = transformers_loading.model_class(config)
+    assert transformers_loading.batching_problem(config, kind) == reason
 
 
 def generated(model: Any, prompt: list[int], tokens: int) -> list[int]:
