@@ -12,6 +12,8 @@ import pytest
 from coglet import CancelationException
 
 from cog_triton.api.cog import live_stream
+from cog_triton.api.cog.messages import VARIABLE, send_message
+from cog_triton.api.cog.passage import Inputs
 from cog_triton.errors import PromptRequired
 
 pytestmark = pytest.mark.anyio
@@ -171,3 +173,25 @@ async def test_a_refused_prediction_has_ended_and_names_its_error_once(
     assert [*told(front)] == [["ended", "x"]]
     (error,) = await rest(started(refuse()))  # without Cog, its own
     assert isinstance(error, PromptRequired)
+
+
+async def test_it_says_that_it_listens_and_handles_the_messages_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(live_stream, "_front", None)
+    monkeypatch.setenv(VARIABLE, str(worker.detach()))
+    drained = asyncio.Event()
+    with front:
+        live_stream.listen({"drain": drained.set}, Inputs(names=("prompt",)))
+        own = live_stream._front
+        assert own is not None
+        with own:
+            said, inputs = json.loads(front.recv(1000))
+            assert (said, inputs["names"]) == ("hello", ["prompt"])
+            for words in (["of another release", 1], ["cancel", "x"], ["drain"]):
+                send_message(front, *words)
+            await drained.wait()
+            asyncio.get_running_loop().remove_reader(own)
+            (error,) = await rest(started(Source().texts(), "x"))
+    assert isinstance(error, CancelationException)

@@ -668,3 +668,18 @@ def test_inputs_of_only_the_last_step_go_with_it() -> None:
     dims = [(tensor.name, list(tensor.dims)) for tensor in ids.output]
     assert dims == [("output_ids", [-1, -1]), ("sequence_length", [-1])]
     assert ids_ensemble(parse('name: "ensemble"'), {}) is None
+
+
+def test_what_only_the_last_step_reads_of_a_first_one_goes_with_it() -> None:
+    ensemble = parse(ANOTHER_ENSEMBLE)
+    first = ensemble.ensemble_scheduling.step.add(model_name="first")
+    first.input_map["Q"] = "question"
+    first.output_map.update({"A": "text", "B": "style"})
+    steps = [*ensemble.ensemble_scheduling.step]
+    del ensemble.ensemble_scheduling.step[:]
+    ensemble.ensemble_scheduling.step.extend([steps[-1], *steps[:-1]])
+    ids: Any = ids_ensemble(ensemble, {})
+    assert [dict(step.output_map) for step in ids.ensemble_scheduling.step] == [
+        {"A": "text"},
+        {name: name for name in ("output_ids", "sequence_length")},
+    ]

@@ -358,3 +358,15 @@ def test_work_of_many_ids_at_once_is_that_of_one_decode(name: str) -> None:
     stream_stateless(without_state, split(ids[:100], [1]))
     assert without_state.calls <= 2 * 100
     assert without_state.decoded <= (2 * CONTEXT_TOKENS + 1) * 100
+
+
+def test_special_tokens_that_are_shown_stand_between_the_texts() -> None:
+    kind = KINDS["byte_level"]()
+    hidden, shown = kind.ids("<s>", "<|held|>")
+    ids = [hidden, *kind.encode("one"), shown, *kind.encode("two"), shown, shown]
+    for size in (1, 2, len(ids)):
+        detokenizer = IncrementalDetokenizer(kind.tokenizer, shown=["<|held|>"])
+        pieces = [
+            detokenizer.decode(ids[start : start + size]) for start in range(0, len(ids), size)
+        ]
+        assert "".join(pieces) + detokenizer.flush() == "one<|held|>two<|held|><|held|>"
