@@ -11,11 +11,17 @@ import pytest
 
 from tests.support import ROOT
 
+# PyTorch is hidden from transformers alone.
 PREPROCESSING = """
+from importlib.util import find_spec
+is_installed = find_spec("torch") is not None
 from cog_triton.models import preprocessing, stub
 
 tokenizer = stub.tokenizer({"tokenizer_dir": sys.argv[1]})
 preprocessing.Preprocessor(tokenizer, {"tokenizer_dir": sys.argv[1]})
+from transformers.utils import is_torch_available
+assert not is_torch_available()
+assert (find_spec("torch") is not None) == is_installed
 """
 POSTPROCESSING = """
 from functools import partial

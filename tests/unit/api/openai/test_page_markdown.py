@@ -144,8 +144,8 @@ def test_no_text_takes_long_to_show(page: Page) -> None:
         *("- ", "|", "\\", "https://", "~~a", "#"),
         *("$", "$$", "$a", "\\(", "\\[", "$a $"),
     ):
-        page.evaluate(show, piece * 20_000)
-        page.evaluate(show, f"{piece}\n" * 5_000)
+        page.evaluate(show, piece * 8_000)
+        page.evaluate(show, f"{piece}\n" * 2_000)
 
 
 # Formulas
