@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import aiohttp
 import numpy.typing as npt
+from aiohttp.http_exceptions import LineTooLong
 
 from cog_triton import errors
 from cog_triton.client.arrivals import Arrivals
@@ -98,13 +99,27 @@ class HttpClient(TritonClient):
                     if plain or not reply.ok:
                         yield _object(plain)
                     return
-                async for line in reply.content:
+                async for line in _lines(reply.content):
                     if line.startswith(b"data:"):
                         yield _object(line[5:])
         except (aiohttp.ClientError, OSError) as error:
             # A time-out is either of them, and may have no text.
             problem = str(error) or repr(error)
             raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a reply, or raise TritonMalformedEvent for one that is too long."""
+    while True:
+        try:
+            line = await content.readline()
+        except (LineTooLong, ValueError):  # the latter of older releases
+            raise errors.TritonMalformedEvent(
+                f"Triton sent an event of more than {LINE_BYTES} bytes"
+            ) from None
+        if not line:
+            return
+        yield line
 
 
 async def _read(

@@ -129,11 +129,13 @@ def tokenizer_end_id(directory: Path) -> int | None:
 
 
 def _tokenizer_json_tokens(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the ids and texts of a tokenizer.json, added tokens first."""
+    """Yield the ids and texts of a tokenizer.json, added tokens first; raise TypeError without a model."""
     content = _read_object(file)
     for entry in content.get("added_tokens") or ():
         yield entry["id"], entry["content"]
-    model = content.get("model") or {}
+    model = content.get("model")
+    if not isinstance(model, Mapping):
+        raise TypeError(f"the model in {file} is not an object")
     vocabulary = model.get("vocab") or {}
     if isinstance(vocabulary, Mapping):
         for text, number in vocabulary.items():

@@ -413,9 +413,9 @@ def _check_links(directory: Path) -> None:
 
     tarfile's filter checks a link when it is unpacked. Links after it may change where it leads.
     """
-    root = os.path.realpath(directory)
+    root = Path(os.path.realpath(directory))
     for path in directory.rglob("*"):
-        if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise tarfile.FilterError(f"{path.name!r} is a link to a place outside the archive")
 
 

@@ -128,6 +128,13 @@ def test_a_tokenizer_that_does_not_name_its_end_has_to_be_loaded(tmp_path: Path)
         tokenizer_end_id(tmp_path)
 
 
+def test_a_tokenizer_whose_model_is_no_object_has_to_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "tokenizer.json").write_text('{"model": ["</s>"]}')
+    with pytest.raises(TypeError, match="not an object"):
+        tokenizer_end_id(tmp_path)
+
+
 def test_a_request_may_have_an_end_of_its_own() -> None:
     ends = EndTokens((2, 6))
     assert (ends.first, ends.for_request(None)) == (2, (2, 6))

@@ -117,11 +117,13 @@ def test_links_that_stay_inside_are_kept(tmp_path: Path) -> None:
         entry("symlink", "snapshots/main/again", "model"),
         entry("hardlink", "snapshots/main/hard", "blobs/1"),
         entry("symlink", "current", "snapshots/./main"),
+        entry("symlink", "latest", "."),
     ]
     found = unpacked(tmp_path, tar_of(*links))
     for name in ("model", "again", "hard"):
         assert (found / "current" / name).read_bytes() == b"1"
     assert (found / "current").is_symlink()
+    assert (found / "latest" / "current" / "model").read_bytes() == b"1"
 
 
 def test_owners_and_dangerous_modes_are_not_kept(tmp_path: Path) -> None:
