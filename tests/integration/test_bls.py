@@ -126,7 +126,9 @@ def test_without_decoupling_requests_do_not_wait(demo_model: Path, tmp_path: Pat
     """As guides for a deployment without streaming fill the templates. Each takes seconds."""
     values: Values = {model: {"decoupled_mode": False} for model in (BLS, "tensorrt_llm")}
     values[BLS] |= {"bls_instance_count": 1, "accumulate_tokens": False}
-    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_PREFILL_MS=str(1000 * limit(4)))
+    settings = settings_for(
+        demo_model, ENGINE="simulated", SIMULATED_PREFILL_MS=str(1000 * limit(4))
+    )
     body = {"text_input": QUESTION, "max_tokens": 5, "bad_words": "", "stop_words": "", "pad_id": 2}
     with running(make_server(settings, tmp_path, values)) as triton:
         (event,) = stream(triton, **body)
