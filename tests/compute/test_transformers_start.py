@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
 from cog_triton.engines import transformers_start
+from cog_triton.engines.base import Engine
 from cog_triton.engines.transformers_start import (
     COMPILER,
     SHAPES,
@@ -48,6 +51,7 @@ assert "torch._meta_registrations" in sys.modules
 """
 LACKS_A_SHAPE = """
 from cog_triton.engines import transformers_start
+from cog_triton.engines.base import Engine
 
 attempts = []
 
@@ -70,13 +74,59 @@ def run(program: str, model: Path) -> None:
 
 
 def test_a_start_imports_what_it_needs(demo_model: Path) -> None:
-    """A model that needs more is loaded again, with all of PyTorch."""
-    run(UNUSED + LACKS_A_SHAPE, demo_model)
+    run(UNUSED, demo_model)
 
 
 @pytest.mark.rare
-def test_the_compiler_works_after_a_start(demo_model: Path) -> None:
-    run(UNUSED + COMPILED, demo_model)
+@pytest.mark.parametrize("more", [COMPILED, LACKS_A_SHAPE], ids=["compiler", "shape"])
+def test_what_a_start_left_out_can_be_imported_later(more: str, demo_model: Path) -> None:
+    run(UNUSED + more, demo_model)
+
+
+@pytest.fixture
+def without_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch as a start imports it, and what completes it."""
+    monkeypatch.delitem(sys.modules, SHAPES, raising=False)
+
+    def complete() -> None:
+        monkeypatch.setitem(sys.modules, SHAPES, ModuleType(SHAPES))
+
+    monkeypatch.setattr(transformers_start, "complete_torch", complete)
+
+
+@pytest.mark.usefixtures("without_shapes")
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_model_that_lacks_a_shape_is_loaded_once_again_with_all_of_pytorch(
+    failures: int, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had_shapes: list[bool] = []
+    engine = Mock()
+
+    def create(_parameters: object) -> Engine:
+        had_shapes.append(SHAPES in sys.modules)
+        if len(had_shapes) <= failures:
+            raise NotImplementedError(f"no kernel in attempt {len(had_shapes)}")
+        return engine
+
+    monkeypatch.setattr(transformers_start, "_create", create)
+    parameters = {"model": str(demo_model), "device": "cpu"}
+    if failures == 1:
+        assert transformers_start.create_transformers_engine(parameters) is engine
+    else:
+        with pytest.raises(NotImplementedError, match="in attempt 2"):
+            transformers_start.create_transformers_engine(parameters)
+    assert had_shapes == [False, True]
+
+
+def test_a_model_that_fails_with_all_of_pytorch_is_not_loaded_again(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, SHAPES, ModuleType(SHAPES))
+    create = Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr(transformers_start, "_create", create)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transformers_start.create_transformers_engine({"model": str(demo_model), "device": "cpu"})
+    assert create.call_count == 1
 
 
 def test_what_computes_shapes_is_imported_before_the_compiler(
