@@ -30,7 +30,7 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 # FAKE_<NAME> says.
 FAKE = """\
 #!{python}
-import json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, sys, time
 
 name = {name!r}
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -45,6 +45,8 @@ if fate.startswith("exit"):
 if fate == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if fate == "hang":
+    import subprocess
+
     sleep = "import time; time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", sleep, os.environ["FAKE_RECORD"]])
     print("hanging", flush=True)
