@@ -11,7 +11,7 @@ from cog_triton.api.openai.app import create_app
 from cog_triton.settings import read_settings
 from cog_triton.web.origin import SAFE_METHODS, AccessRule
 from cog_triton.web.server import bound
-from tests.unit.api.openai.support import Backend, ask, served
+from tests.unit.api.openai.support import Backend, ask, described_paths, served
 
 OPENAI_ROUTES = dict(_access.openai_routes())
 COG_ROUTES = dict(_access.cog_routes())
@@ -21,7 +21,7 @@ FOREIGN = [(b"origin", b"https://evil.example")]
 
 def test_every_route_of_openais_api_is_in_the_table() -> None:
     app = create_app(served(Backend()))
-    documented = app.openapi()["paths"]
+    documented = described_paths()
     found = {f"{method.upper()} {path}" for path in documented for method in documented[path]}
     found |= set(_access.names(route for route in app.routes if isinstance(route, Route)))
     found |= {"GET /", "GET /metrics"}

@@ -87,13 +87,13 @@ def test_held_text_is_delivered_once_it_cannot_begin_a_stop() -> None:
     assert search.matched is None
 
 
-@pytest.mark.parametrize("size", [1, 7, 20_000])
+@pytest.mark.parametrize("size", [1, 7, 4_000])
 @pytest.mark.parametrize(
     ("stops", "text"),
     [
-        (["y"], "x" * 20_000),
-        (["x" * n + "y" for n in range(1, 60)], "x" * 20_000),
-        (["ab" * 200 + "c", "b" * 99], "ab" * 10_000),
+        (["y"], "x" * 4_000),
+        (["x" * n + "y" for n in range(1, 60)], "x" * 4_000),
+        (["ab" * 200 + "c", "b" * 99], "ab" * 2_000),
     ],
     ids=["none begins", "many begin", "long"],
 )

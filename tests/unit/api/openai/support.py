@@ -1,6 +1,7 @@
 """A backend that answers with what it is told to, and requests to the application on it."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -123,6 +124,13 @@ def application(served: Served) -> FastAPI:
     app = create_app(served)
     app.router.routes = _ROUTES.setdefault(served.settings.chat_page, app.router.routes)
     return app
+
+
+@functools.cache
+def described_paths() -> dict[str, Any]:
+    """The paths of the application's description, which takes FastAPI a while to make."""
+    paths: dict[str, Any] = create_app(served(Backend())).openapi()["paths"]
+    return paths
 
 
 def ask_in_turn(

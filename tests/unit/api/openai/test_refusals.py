@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from cog_triton.api.openai.app import OPENAI_ROUTERS, create_app
+from cog_triton.api.openai.app import OPENAI_ROUTERS
 from cog_triton.api.openai.errors import ApiError, Asked, api_error, invalid
 from cog_triton.api.openai.routes import messages
 from cog_triton.errors import InvalidParameter, JournalUnavailable, PromptTooLong
@@ -26,8 +26,8 @@ from tests.unit.api.openai.support import (
     Backend,
     ask,
     ask_in_turn,
+    described_paths,
     post,
-    served,
 )
 
 SECRET = "the-secret-word"
@@ -320,8 +320,7 @@ ODD_NAMES = ("none", "%00", "%ff%fe", "a" * 4000, "..%2f..", "%ED%A0%80")
 
 
 def test_the_routes_are_those_of_the_application() -> None:
-    described = create_app(served(Backend())).openapi()["paths"]
-    assert described.keys() - {path.replace(":path", "") for _, path in ROUTES} == set()
+    assert described_paths().keys() - {path.replace(":path", "") for _, path in ROUTES} == set()
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES, ids=lambda value: value.strip("/"))
