@@ -21,20 +21,19 @@ signal, which would kill it in the middle of what rank 0 is finishing. A rank is
 the end of its mpirun: under that, standard input is not the starter's. The status of one that ends unasked
 is never 0: mpirun would let the others wait forever.
 
-This runs before the package can be imported, so it uses only the standard library.
+This runs before the package can be imported, so it uses only the standard library. What a guard itself does
+not need is imported where it is used: each server waits for the start of its guard.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import logging
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -195,6 +194,8 @@ def kill_descendants(besides: int | None = None) -> list[str]:
 
 def kill_and_clean() -> None:
     """Kill all descendants, of a process that adopts orphans; remove their files without their guard."""
+    import tempfile
+
     for name in [process_name(os.getpid()), *kill_descendants()]:
         _remove_files(f"{PREFIX}{name}_", "")
         for directory in Path(tempfile.gettempdir()).glob(f"cog-triton-{name}-*"):
@@ -545,6 +546,8 @@ def hold(file: Path, content: str = "") -> int:
 
 def sweep() -> None:
     """Remove what this user's servers left whose starter and guard were both killed."""
+    import logging
+
     for file in SHARED_MEMORY.glob(f"{PREFIX}*_{LOCK}"):
         with contextlib.suppress(OSError), file.open("rb") as lock:
             if os.fstat(lock.fileno()).st_uid != os.getuid():

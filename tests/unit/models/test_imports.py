@@ -60,7 +60,7 @@ except SystemExit:
             PREPROCESSING, {"torch", "sympy", "grpc", "cog", "pydantic"}, id="preprocessing"
         ),
         pytest.param(POSTPROCESSING, {"torch", "transformers", "grpc", "cog"}, id="postprocessing"),
-        pytest.param(GUARD, {"numpy", "pydantic", "asyncio", "cog_triton"}, id="guard"),
+        pytest.param(GUARD, {"logging", "tempfile", "asyncio", "cog_triton"}, id="guard"),
         pytest.param(PREDICTOR, {"torch", "transformers", "grpc", "httpx"}, id="predictor"),
         pytest.param(FILL_TEMPLATE, {"numpy", "grpc", "cog"}, id="fill-template"),
         pytest.param(COMMAND_LINE, {"numpy", "pydantic", "cog", "grpc"}, id="command-line"),
