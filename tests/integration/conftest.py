@@ -178,14 +178,18 @@ def paced_cog_server(
 
 
 def check_common_end(server: CogServer) -> None:
-    """Stop Cog's server while both of its APIs answer: the answers end first, then all processes."""
+    """Stop Cog's server while both of its APIs answer: the answers end first, then all processes.
+
+    Those of OpenAI's API take longer, so that Cog alone would not wait for them.
+    """
     processes = children(server.process.pid)
     openai_url = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
-    long: dict[str, Any] = {"max_tokens": 100, "min_tokens": 100}
+    short: dict[str, Any] = {"max_tokens": 30, "min_tokens": 30}
+    long = {"max_tokens": 200, "min_tokens": 200}
     with ExitStack() as streams:
         # Whichever process gets them.
         chats = [streams.enter_context(streamed_chat(openai_url, **long)) for _ in range(4)]
-        prediction = streams.enter_context(server.stream(prompt="Hello", **long))
+        prediction = streams.enter_context(server.stream(prompt="Hello", **short))
         for events in (*chats, prediction):
             next(events)
         server.process.send_signal(signal.SIGTERM)
@@ -194,7 +198,7 @@ def check_common_end(server: CogServer) -> None:
             assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
         *_, (_, completed) = prediction
         assert completed["status"] == "succeeded"
-        assert completed["metrics"]["output_token_count"] == 100
+        assert completed["metrics"]["output_token_count"] == 30
     assert server.process.wait(limit(60)) == 0
     wait_until(lambda: not any(map(alive, processes)), 60, "the end of all processes")
 
