@@ -3,6 +3,7 @@
 import gc
 import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ def pytorch() -> Iterator[None]:
 
     Models are so small that several threads would mostly wait for each other, which costs processor time.
     """
+    if find_spec("vllm") is not None:
+        # It brings another transformers, compiles models, and its own threads are tested.
+        yield
+        return
     with without_collections(), without_compiler():
         list_models_once()
         importlib.import_module("cog_triton.engines.transformers")
