@@ -34,8 +34,10 @@ class Hub:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub = Hub()
+    # The library remembers by the name of the directory which files a revision has.
+    cache = tmp_path_factory.mktemp("hub")
 
     class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
@@ -74,7 +76,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             if has_body:
                 self.wfile.write(body)
 
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     with http_server(Handler) as url:
         monkeypatch.setattr(constants, "ENDPOINT", url)
         files = "/{repo_id}/resolve/{revision}/{filename}"
