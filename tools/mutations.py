@@ -4,8 +4,8 @@ python -m tools.mutations --count 20 --seed 46 --integration
 
 Conditions are inverted, comparisons changed, and awaits dropped, in a copy of the last commit, whose tests
 should pass. The unit tests of the changed file's package run first, with those of tests/compute where they
-test it, and with --integration the tests of servers that use it. A change that no test notices is printed
-as "survived", and the exit status is 1 if more than a tenth survive.
+test it, and with --integration the tests of servers that use it. The first test that fails is printed. A
+change that no test notices is printed as "survived", and the exit status is 1 if more than a tenth survive.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cog_triton"
 ENOUGH = 0.9
-SECONDS_OF_A_RUN = 900  # a test that waits for ever has noticed the change, too
+SECONDS_OF_A_RUN = 480  # a test that waits for ever has noticed the change, too
 CHANGED_COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",
     ast.NotEq: "==",
@@ -123,8 +123,8 @@ def integration_tests(file: Path) -> list[Path]:
     return [Path("tests/integration", name) for name in names]
 
 
-def tests_pass(checkout: Path, tests: list[Path]) -> bool:
-    """Return whether tests pass in a copy of the checkout."""
+def failure(checkout: Path, tests: list[Path]) -> str | None:
+    """Run tests in a copy of the checkout; return the first that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rare", *map(str, tests)]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -132,22 +132,30 @@ def tests_pass(checkout: Path, tests: list[Path]) -> bool:
             command,
             cwd=checkout,
             env=environment,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
             timeout=SECONDS_OF_A_RUN,
         )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return "a test that did not end"
+    if done.returncode == 0:
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split()[1]
+    return f"pytest, which ended with {done.returncode}"
 
 
-def is_caught(mutation: Mutation, checkout: Path, *, integration: bool) -> bool:
-    """Return whether a test fails with a change."""
+def catching_test(mutation: Mutation, checkout: Path, *, integration: bool) -> str | None:
+    """Return the first test that fails with a change; None if it survives."""
     mutation.apply(checkout)
     try:
-        if not tests_pass(checkout, [unit_tests(mutation.file), *compute_tests(mutation.file)]):
-            return True
-        return integration and not tests_pass(checkout, integration_tests(mutation.file))
+        quick = [unit_tests(mutation.file), *compute_tests(mutation.file)]
+        caught_by = failure(checkout, quick)
+        if caught_by is None and integration:
+            caught_by = failure(checkout, integration_tests(mutation.file))
+        return caught_by
     finally:
         mutation.undo(checkout)
 
@@ -169,14 +177,13 @@ def main() -> int:
         (checkout / ".venv").symlink_to(Path(sys.prefix))
         try:
             for mutation in chosen:
-                is_found = is_caught(mutation, checkout, integration=options.integration)
-                if is_found:
+                test = catching_test(mutation, checkout, integration=options.integration)
+                if test is not None:
                     caught += 1
-                print(
-                    f"{'caught' if is_found else 'survived'}: {mutation.file}:{mutation.line}: "
-                    f"{mutation.before!r} -> {mutation.after!r}",
-                    flush=True,
+                change = (
+                    f"{mutation.file}:{mutation.line}: {mutation.before!r} -> {mutation.after!r}"
                 )
+                print(f"caught by {test}: {change}" if test else f"survived: {change}", flush=True)
         finally:
             subprocess.run(
                 ["git", "worktree", "remove", "--force", str(checkout)], cwd=ROOT, check=True
