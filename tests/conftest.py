@@ -5,6 +5,7 @@ import logging
 import os
 import reprlib
 import shutil
+import signal
 import ssl
 import sys
 import warnings
@@ -107,6 +108,10 @@ def certificates_read_once() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"ignore:{SWIG_WARNING}:DeprecationWarning")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a shell without job control starts what it runs in the background. All processes that the tests
+        # start would ignore a Ctrl-C, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Also where the interpreter ends, after pytest.
     warnings.filterwarnings("ignore", SWIG_WARNING, DeprecationWarning)
 

@@ -15,6 +15,7 @@ from cog_triton.api.cog import live_stream
 from cog_triton.api.cog.messages import VARIABLE, send_message
 from cog_triton.api.cog.passage import Inputs
 from cog_triton.errors import PromptRequired
+from tests.support import limit
 
 pytestmark = pytest.mark.anyio
 IDENTIFIER: contextvars.ContextVar[str] = contextvars.ContextVar("_coglet_prediction_id")
@@ -191,7 +192,7 @@ async def test_it_says_that_it_listens_and_handles_the_messages_that_it_knows(
             assert (said, inputs["names"]) == ("hello", ["prompt"])
             for words in (["of another release", 1], ["cancel", "x"], ["drain"]):
                 send_message(front, *words)
-            await drained.wait()
+            await asyncio.wait_for(drained.wait(), limit(30))
             asyncio.get_running_loop().remove_reader(own)
             (error,) = await rest(started(Source().texts(), "x"))
     assert isinstance(error, CancelationException)
