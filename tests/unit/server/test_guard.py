@@ -145,3 +145,11 @@ def test_a_lock_that_cannot_be_written_leaves_no_file_and_no_descriptor(
         guard.hold(tmp_path / "cog_triton_1_lock", "/tmp/runtime")
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_ends_by_itself_has_failed(tmp_path: Path) -> None:
+    """The others would wait for it forever, so mpirun has to end them."""
+    rank = start(tmp_path, "1", "true")
+    _, said = rank.communicate(timeout=60)
+    assert rank.returncode == 1
+    assert guard.RANK_ENDED.format(rank=1, status=0) in said
