@@ -117,3 +117,18 @@ def running(parameters: dict[str, str], **more: str) -> Iterator[Any]:
         yield Requests(engine)
     finally:
         engine.close()
+
+
+def ids_of_generate(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    """The ids that transformers' own generate() chooses greedily for a model, as many as asked for."""
+    ids = torch.tensor([list(prompt)])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        forced_eos_token_id=None,  # a BART's generate() puts it at the end of whatever is cut
+        pad_token_id=1,
+    )
+    return list(output[0, -tokens:].tolist())

@@ -1,6 +1,5 @@
 """The engine on transformers, and questions for the demo model."""
 
-import gc
 import importlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from cog_triton.processes import without_collections
 from cog_triton.text.transformers_import import list_models_once
 from tests.engines import ENGINES, Requests, running
 from tests.late import torch
+from tests.support import pass_over_old_objects
 from tools.demo_model.corpus import PAIRS
 
 
@@ -39,8 +39,7 @@ def pytorch() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Look for no garbage among what was imported so far: transformers looks when an engine is closed."""
-    gc.collect()
-    gc.freeze()
+    pass_over_old_objects()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import SamplingParams
-from tests.engines import running
-from tests.late import torch, transformers, transformers_loading, transformers_sequential
+from tests.engines import ids_of_generate, running
+from tests.late import transformers, transformers_loading, transformers_sequential
 from tests.support import ROOT
 from tests.tiny_models import ARCHITECTURES, save_tiny_model, tiny_config
 
@@ -31,20 +31,6 @@ def problem_of(name: str) -> str | None:
     return transformers_loading.batching_problem(config, transformers_loading.model_class(config))
 
 
-def generated(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        forced_eos_token_id=None,  # a BART's generate() puts it at the end of whatever is cut
-        pad_token_id=1,
-    )
-    return list(output[0, -TOKENS:].tolist())
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_requests_at_once_have_the_ids_of_generate(name: str, tmp_path: Path) -> None:
     directory = save_tiny_model(name, tmp_path / "model")
@@ -53,7 +39,7 @@ def test_requests_at_once_have_the_ids_of_generate(name: str, tmp_path: Path) ->
         loader = transformers.AutoModelForSeq2SeqLM
     model = loader.from_pretrained(directory).eval()
     prompts = SHORT_PROMPTS if name in ORDER_MATTERS else PROMPTS
-    expected = [generated(model, prompt) for prompt in prompts]
+    expected = [ids_of_generate(model, prompt, TOKENS) for prompt in prompts]
     with running({"engine": "transformers", "model": str(directory), "device": "cpu"}) as requests:
         streams = [
             requests.start(prompt, max_tokens=TOKENS, sampling=GREEDY, return_log_probs=True)

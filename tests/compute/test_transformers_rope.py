@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import SamplingParams
-from tests.engines import Requests, running
+from tests.engines import Requests, ids_of_generate, running
 from tests.late import torch, transformers
 from tests.tiny_models import save_tiny_model
 
@@ -28,16 +28,7 @@ def engine_and_reference(
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
     model(torch.tensor([[3]]))  # else frequencies of the text before stay
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=1,
-    )
-    return list(output[0, len(prompt) :].tolist())
+    return ids_of_generate(model, prompt, TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.errors import EngineFailure
-from tests.engines import RANDOM, Requests, Stream, running
-from tests.late import torch, transformers, transformers_loading, transformers_sequential
+from tests.engines import RANDOM, Requests, Stream, ids_of_generate, running
+from tests.late import transformers, transformers_loading, transformers_sequential
 from tests.support import wait_until
 from tests.tiny_models import ENCODER_DECODERS, save_tiny_model, tiny_config
 
@@ -62,19 +62,6 @@ def test_the_reason_is_in_the_models_configuration(architecture: str, reason: st
     assert transformers_loading.batching_problem(config, kind) == reason
 
 
-def generated(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=1,
-    )
-    return list(output[0, -tokens:].tolist())
-
-
 def test_the_ids_are_those_of_generate_for_all_that_wait(
     engine_and_reference: tuple[Requests, Any],
 ) -> None:
@@ -84,7 +71,7 @@ def test_the_ids_are_those_of_generate_for_all_that_wait(
         engine.start(prompt, max_tokens=12, sampling=GREEDY, return_log_probs=True)
         for prompt in PROMPTS
     ]
-    expected = [generated(model, prompt, tokens=12) for prompt in PROMPTS]
+    expected = [ids_of_generate(model, prompt, tokens=12) for prompt in PROMPTS]
     assert [stream.wait().ids for stream in streams] == expected
     assert all(len(stream.log_probs) == 12 for stream in streams)
     assert not engine.engine.running

@@ -459,6 +459,20 @@ class Reply:
     ],
 )
 async def test_http_replies_that_end_in_an_error(reply: Reply, problem: str) -> None:
+    with pytest.raises(errors.CogTritonError, match=problem):
+        await consume_over_http(reply)
+
+
+async def test_an_http_event_that_is_too_long_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_transport, "LINE_BYTES", 1000)
+    reply = Reply(events=[json.dumps({"output_ids": [5] * 10_000})])
+    with pytest.raises(errors.TritonMalformedEvent, match=r"E2104.*more than 1000 bytes"):
+        await consume_over_http(reply)
+
+
+async def consume_over_http(reply: Reply) -> None:
+    """Consume a stream of a server that answers with this reply."""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}")
         writer.write(reply.text().encode())
@@ -467,21 +481,4 @@ async def test_http_replies_that_end_in_an_error(reply: Reply, problem: str) -> 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with aclosing(HttpClient(f"127.0.0.1:{port}", response_timeout=5)) as client:
-            with pytest.raises(errors.CogTritonError, match=problem):
-                await consume(client)
-
-
-async def test_an_http_event_that_is_too_long_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_transport, "LINE_BYTES", 1000)
-    long = Reply(events=[json.dumps({"output_ids": [5] * 10_000})])
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        writer.write(long.text().encode())
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with aclosing(HttpClient(f"127.0.0.1:{port}", response_timeout=5)) as client:
-            with pytest.raises(errors.TritonMalformedEvent, match=r"E2104.*more than 1000 bytes"):
-                await consume(client)
+            await consume(client)
