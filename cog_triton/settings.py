@@ -29,6 +29,9 @@ _LIST = r"^({0})(,({0}))*$"
 _ORIGINS = r"^[\s,]*((\*|null|[a-z][a-z0-9+.-]*://[^\s,/?#@]+/?)([\s,]+|$))*$"
 # Not health and inference: without them nothing runs.
 _TRITON_APIS = "shared-memory|trace|logging|model-repository|model-config|statistics|metadata"
+# What a user writes for a file that is not to be, or for the default one; deploy/helm has the first, too.
+_OFF = frozenset(("0", "false", "no", "none", "off"))
+_ON = frozenset(("1", "true", "yes", "on"))
 
 
 class Settings(BaseModel):
@@ -458,7 +461,8 @@ class Settings(BaseModel):
     store: str = Field(
         "~/.local/state/cog-triton/journal.db",
         description=(
-            "File where OpenAI's API stores responses, files and batches; 0 disables storage. "
+            "File where OpenAI's API stores responses, files and batches; 0 disables storage, and 1 is "
+            "the default. "
             "If the file cannot be written, only the requests that need it fail, with E2107."
         ),
     )
@@ -635,8 +639,14 @@ class Settings(BaseModel):
     @property
     def store_file(self) -> Path | None:
         """Return the file of the journal; None where there is to be none, or no home to have it in."""
-        file = os.path.expanduser(self.store)
-        return None if file in ("0", "off", "false") or file.startswith("~") else Path(file)
+        store = self.store
+        if store.lower() in _OFF:
+            return None
+        if store.lower() in _ON:
+            # Who writes STORE=1 as the opposite of STORE=0 wants no file of the name 1.
+            store = str(Settings.model_fields["store"].default)
+        file = os.path.expanduser(store)
+        return None if file.startswith("~") else Path(file)
 
     @property
     def model_dir(self) -> str:

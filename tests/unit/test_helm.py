@@ -192,7 +192,7 @@ def environment(deployment: Manifest) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shape", ["cog", "openai"])
-@pytest.mark.parametrize("settings", [{}, {"STORE": "0"}, {"STORE": "off"}])
+@pytest.mark.parametrize("settings", [{}, {"STORE": "0"}, {"STORE": "Off"}])
 def test_several_servers_store_nothing(helm: Path, shape: str, settings: dict[str, str]) -> None:
     made = manifests(helm, shape=shape, replicas=2, settings=settings)
     variables = environment(server(made))

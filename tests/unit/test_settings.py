@@ -15,6 +15,16 @@ def test_an_empty_variable_counts_as_unset_and_zero_does_not() -> None:
     assert (settings.http_port, settings.end_ids) == (0, (0,))
 
 
+@pytest.mark.parametrize("value", ["0", "off", "False", "none"])
+def test_a_journal_can_be_turned_off(value: str) -> None:
+    assert read_settings({"STORE": value}).store_file is None
+
+
+@pytest.mark.parametrize("value", ["1", "on", "True", "yes"])
+def test_a_journal_that_is_turned_on_is_the_default_file(value: str) -> None:
+    assert read_settings({"STORE": value}).store_file == read_settings({}).store_file
+
+
 def test_end_tokens_are_a_list_with_or_without_spaces() -> None:
     assert read_settings({"END_ID": "2"}).end_ids == (2,)
     assert read_settings({"END_ID": " 1, 106 "}).end_ids == (1, 106)

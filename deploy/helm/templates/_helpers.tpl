@@ -47,7 +47,7 @@ true
 {{/* Refuse servers that would each have a journal of their own, or share one. */}}
 {{- define "checkStore" -}}
 {{- $store := get .Values.settings "STORE" | default "0" }}
-{{- if not (has $store (list "0" "off" "false")) }}
+{{- if not (has (lower $store) (list "0" "false" "no" "none" "off")) }}
 {{- fail (printf "settings.STORE is %s: the chart puts the journal on a volume, by store.enabled with replicas 1; settings.STORE may only be 0, which stores nothing" $store) }}
 {{- end }}
 {{- if .Values.store.enabled }}
