@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cog_triton.server.devices import installed_torch
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.chat import has_chat_template
@@ -124,10 +125,14 @@ def device_of(engine: str, variables: Mapping[str, object]) -> str | None:
     """Return where an engine computes; None for the simulated one, which does not."""
     if engine == "simulated":
         return None
+    if engine in ("tensorrtllm", "llmapi"):
+        return "cuda"
     device = str(variables.get("device") or "auto")
-    if engine != "transformers" or device == "auto":
-        return "cuda" if GPU or engine in ("tensorrtllm", "llmapi") else "cpu"
-    return device
+    if engine == "transformers" and device != "auto":
+        return device
+    torch = installed_torch()
+    is_for_cpus = torch is not None and torch.for_cpus
+    return "cuda" if GPU and not is_for_cpus else "cpu"
 
 
 def dtype_of(engine: str, variables: Mapping[str, object], checkpoint: Checkpoint) -> str | None:

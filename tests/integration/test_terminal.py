@@ -334,7 +334,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     assert any(line.startswith("tensorrt_llm loaded in ") for line in progress)
     (what,) = [line for line in progress if line.startswith("serving ")]
     assert re.fullmatch(
-        r"serving \S+ \((toy demo model, )?llama, \d+K parameters\) on transformers, cpu, float32; "
+        r"serving \S+ \((toy demo model, )?llama, \d+K parameters\) on transformers, (cpu|cuda), float32; "
         r"context 2,048; ends at </s>; chat template from the tokenizer for messages, prompts unchanged",
         what,
     )

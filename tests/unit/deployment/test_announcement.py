@@ -20,6 +20,7 @@ from cog_triton.deployment.announcement import (
     served,
     template_of,
 )
+from cog_triton.server.devices import Torch
 from cog_triton.settings import read_settings
 from cog_triton.terminal.serving import ANNOUNCEMENT, CLEAR_LINE, CONVERSION, Report
 from cog_triton.text.end_tokens import EndTokens
@@ -93,6 +94,22 @@ def test_a_checkpoint_on_each_engine(
         f"serving SmolLM2 (llama, 135K parameters) on {runs}; context 8,192; ends"
     )
     assert line.endswith("; chat template from the tokenizer")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize(("cuda", "device"), [(None, "cpu"), ("13.0", "cuda")])
+def test_pytorch_for_cpus_computes_on_the_cpu_beside_a_gpu(
+    engine: str,
+    cuda: str | None,
+    device: str,
+    tmp_path: Path,
+    demo_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcement, "GPU", True)
+    monkeypatch.setattr(announcement, "installed_torch", lambda: Torch("2.13.0", cuda))
+    model = write_model(tmp_path, config={"model_type": "llama"})
+    assert f" on {engine}, {device}, float16;" in line_of(demo_model, engine, {"model": str(model)})
 
 
 def test_an_engine_directory_and_a_template_of_the_setting(

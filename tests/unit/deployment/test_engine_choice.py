@@ -14,6 +14,7 @@ from cog_triton.deployment.engine_choice import (
     resolve_engine,
 )
 from cog_triton.errors import ConfigurationError
+from cog_triton.server.devices import Torch
 from cog_triton.settings import read_settings
 from tests.stand_in.engine import make_engine
 
@@ -240,6 +241,23 @@ def test_another_or_an_unknown_version_is_worth_a_warning(
     here = runtimes(tmp_path, tensorrt_llm=installed)
     assert problem(make_engine(tmp_path / "engine", version=built), here) is None
     assert warning in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "warned"), [(True, None, True), (True, "13.0", False), (False, None, False)]
+)
+def test_pytorch_for_cpus_beside_a_gpu_is_worth_a_warning(
+    gpu: bool,
+    cuda: str | None,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_choice, "installed_torch", lambda: Torch("2.13.0", cuda))
+    here = Runtimes(tmp_path, None, gpu)
+    assert not list(engine_choice.engine_problems("transformers", read_settings({}), here))
+    assert ("PyTorch 2.13.0 is a build for CPUs" in caplog.text) == warned
 
 
 def test_ranks_are_for_the_backend_only(demo_model: Path) -> None:

@@ -1,6 +1,7 @@
 """What vLLM is told, and what is made of its answers; vLLM itself is in test_vllm_engine.py."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -107,7 +108,13 @@ def test_adapters_on_a_gpu_in_full_precision_are_refused() -> None:
         on_device({"enable_lora": True, "dtype": "float32"}, cpu=False)
 
 
-def test_in_a_stub_the_interpreter_is_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_stub_the_interpreter_is_of_this_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"python{sys.version_info.major}.{sys.version_info.minor}").symlink_to(
+        sys.executable
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "executable", "/opt/tritonserver/triton_python_backend_stub")
     command = [python(), "-c", "import sys; print(sys.version_info[:2])"]
     assert subprocess.check_output(command, text=True).strip() == str(sys.version_info[:2])
