@@ -293,7 +293,11 @@ class Server:
         """Ends it; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
-        return self.process.wait(timeout=limit(60))
+        try:
+            return self.process.wait(timeout=limit(60))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
 
 
 class CogServer(Server):
