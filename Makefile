@@ -164,9 +164,9 @@ test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
 		tests/integration/test_dynamo.py tests/integration/test_machines.py
 
 # Lines and branches that make test runs, in all processes that import site-packages: not the guard's, which does
-# without. A process that is killed writes nothing. Up to Python 3.11, a thread that is traced repeats its next call
-# without end while a signal waits for a main thread that runs no Python, as that of Cog's server: then a test of
-# SIGTERM fails, and only here.
+# without. A process that is killed writes nothing. Python 3.11, and no other, begins the next call of a traced thread
+# again and again while a signal waits for a main thread that runs no Python, as that of Cog's server: a test of
+# SIGTERM may fail for it, and only here.
 coverage: export COVERAGE_FILE = $(CURDIR)/artifacts/coverage/data
 coverage: $(DEVELOPED)
 	$(BIN)/uv pip install -q --python $(BIN)/python "coverage>=7.10,<8"
