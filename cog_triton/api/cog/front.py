@@ -41,8 +41,10 @@ from cog_triton.web.server import BACKLOG, Limits, Server
 
 # EX_SOFTWARE of sysexits.h: the worker has ended.
 EXIT_STATUS = 70
-# In which a server that was told to stop ends by itself, after its worker.
-_SERVER_END_SECONDS = 1.0
+# In which Cog's server ends by itself after its worker: one that says why it cannot go on, and one that was
+# told to end. On a busy machine, the end of its process takes seconds.
+_FAILURE_SECONDS = 1.0
+_END_SECONDS = 30.0
 # For clients to take what has been written to them.
 _FLUSH_SECONDS = 2.0
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': STOPPED})}\n\n".encode()
@@ -65,6 +67,8 @@ class Front:
         self._listener = listener
         self._settings = settings
         self._stop = asyncio.Event()
+        # Cog's server has been told to end, and ends its worker first.
+        self._told_to_end = False
         replicate = Replicate(self.cog_server, self.predictions, settings.replicate_list_token)
         routes = [*self.front_routes(), *replicate.routes]
         self._router = Router(routes, redirect_slashes=False, default=self._pass)
@@ -148,7 +152,11 @@ class Front:
         """
         await worker_end()
         self.health.worker_ended = True
-        await asyncio.sleep(_SERVER_END_SECONDS)
+        if self._told_to_end:
+            await asyncio.sleep(_END_SECONDS)
+            log("WARN", f"Cog's server did not end within {_END_SECONDS:g} s after its worker")
+            self._exit_without_cog()
+        await asyncio.sleep(_FAILURE_SECONDS)
         # Cog's server that lost its worker before it listens has no status, and may never have one.
         if self.cog_server.port and await self.cog_server.status() == "SETUP_FAILED":
             return
@@ -166,9 +174,15 @@ class Front:
             _FLUSH_SECONDS,
             lambda: any(each.transport.get_write_buffer_size() for each in connections),
         )
+        self._told_to_end = True
         if await self.cog_server.ask("POST", "/shutdown") is None:
             # It does not serve yet, or not any more.
-            os._exit(0)
+            self._exit_without_cog()
+
+    def _exit_without_cog(self) -> None:
+        """End this process, which was told to stop, without Cog's server."""
+        self.predictions.files.remove_all()
+        os._exit(0)
 
     # Requests
 

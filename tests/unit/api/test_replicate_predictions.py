@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from starlette.routing import Router
 
-from cog_triton.api.cog import server
+from cog_triton.api.cog import front, server
 from cog_triton.api.cog.answer import Answer
 from cog_triton.api.cog.cog_server import CogServer, Reply
 from cog_triton.api.cog.front import EXIT_STATUS, Front
@@ -24,6 +25,7 @@ from cog_triton.api.cog.replicate.routes import Replicate
 from cog_triton.settings import read_settings
 from cog_triton.web import Refusal
 from cog_triton.web.server import bound
+from tests.support import limit
 
 pytestmark = pytest.mark.anyio
 
@@ -110,10 +112,60 @@ def test_a_front_that_fails_ends_the_process(
         await asyncio.sleep(0)
         raise RuntimeError("no sockets left")
 
-    front = SimpleNamespace(serve=serve, cog_server=SimpleNamespace(source="127.0.0.1"))
-    server.run_front(cast(Any, front), 0)
+    failing = SimpleNamespace(serve=serve, cog_server=SimpleNamespace(source="127.0.0.1"))
+    server.run_front(cast(Any, failing), 0)
     assert statuses == [EXIT_STATUS]
     assert "no sockets left" in capsys.readouterr().err
+
+
+class Exited(Exception):
+    """In place of the end of the process; its argument is the status."""
+
+
+@pytest.mark.parametrize(
+    ("told_to_stop", "status"),
+    [
+        pytest.param(True, 0, id="after a stop, however long Cog's server takes to follow"),
+        pytest.param(False, EXIT_STATUS, id="by itself"),
+    ],
+)
+async def test_the_exit_status_when_the_worker_has_ended(
+    told_to_stop: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exit_process(status: int) -> None:
+        raise Exited(status)
+
+    async def ask(method: str, path: str) -> dict[str, str]:
+        assert (method, path) == ("POST", "/shutdown")
+        worker_ended.set()
+        return {}
+
+    worker_ended = asyncio.Event()
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(os, "_exit", exit_process)
+    monkeypatch.setattr(front, "worker_end", worker_ended.wait)
+    # Cog's server takes longer than it has.
+    monkeypatch.setattr(front, "_FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(front, "_END_SECONDS", 0.0)
+    predictions = Predictions(tmp_path / "predictions")
+    running = Front(bound("127.0.0.1", 0), read_settings({}), predictions)
+    monkeypatch.setattr(running.cog_server, "status", AsyncMock(return_value="READY"))
+    monkeypatch.setattr(running.cog_server, "ask", ask)
+    readable_on_stop, writer = os.pipe()
+    serving = asyncio.create_task(running.serve(lambda: 1, readable_on_stop))
+    while not running._server.started:
+        await asyncio.sleep(0.01)
+    if told_to_stop:
+        os.write(writer, b"x")
+    else:
+        worker_ended.set()
+    with pytest.raises(Exited) as exited:
+        await asyncio.wait_for(serving, limit(60))
+    assert exited.value.args == (status,)
+    running._server.should_exit = True
+    predictions.files.remove_all()
+    for descriptor in (readable_on_stop, writer):
+        os.close(descriptor)
 
 
 async def test_a_front_that_does_not_listen_any_more_fails(
@@ -122,15 +174,15 @@ async def test_a_front_that_does_not_listen_any_more_fails(
     """Cog's server would go on, with nobody who can reach it."""
     monkeypatch.setenv(VARIABLE, "")
     predictions = Predictions(tmp_path / "predictions")
-    front = Front(bound("127.0.0.1", 0), read_settings({}), predictions)
-    monkeypatch.setattr(front, "_end_with_worker", asyncio.Event().wait)
+    running = Front(bound("127.0.0.1", 0), read_settings({}), predictions)
+    monkeypatch.setattr(running, "_end_with_worker", asyncio.Event().wait)
     never_readable, writer = os.pipe()
-    serving = asyncio.create_task(front.serve(lambda: 1, never_readable))
-    while not front._server.started:
+    serving = asyncio.create_task(running.serve(lambda: 1, never_readable))
+    while not running._server.started:
         await asyncio.sleep(0.01)
-    front._server.should_exit = True
+    running._server.should_exit = True
     with pytest.raises(RuntimeError, match="does not listen"):
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, limit(60))
     predictions.files.remove_all()
     for descriptor in (never_readable, writer):
         os.close(descriptor)
