@@ -75,3 +75,20 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
     finished = command("bench", "--artifact-dir", str(tmp_path), "--settings", "ENGINE=steam")
     assert finished.returncode == 2
     assert "ENGINE='steam'" in finished.stderr
+
+
+@pytest.mark.rare
+def test_an_engine_beside_the_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--shape", "tiny", "--streams", "1", "4", "--output-tokens", "8", "--repeat", "2"]
+    finished = command("bench-engine", *arguments)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert [(one["target"], one["concurrency"]) for one in report["results"]] == [
+        (name, streams) for name in ("engine", "generate") for streams in (1, 4)
+    ]
+    for one in report["results"]:
+        assert (one["errors"], one["figures"]["output_tokens"]) == ({}, 8 * one["concurrency"])
+    names = {check["name"] for check in report["checks"]}
+    assert names == {f"generate/engine at {streams} streams" for streams in (1, 4)}
+    assert json.loads((tmp_path / "artifacts/engine/benchmark.json").read_text()) == report

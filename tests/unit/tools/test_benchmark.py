@@ -4,7 +4,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -130,21 +129,3 @@ def test_the_goals_of_an_engine() -> None:
         ("generate's TTFT p50 - vllm's at 16 streams", False),
     ]
     assert [check.met for check in on_cpu] == [True]  # 0.9 there
-
-
-@pytest.mark.rare
-def test_an_engine_beside_the_stack(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--shape", "tiny", "--streams", "1", "4", "--output-tokens", "8", "--repeat", "2"]
-    assert main(["bench-engine", *arguments]) == 0
-    report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(one["target"], one["concurrency"]) for one in report["results"]] == [
-        (name, streams) for name in ("engine", "generate") for streams in (1, 4)
-    ]
-    for one in report["results"]:
-        assert (one["errors"], one["figures"]["output_tokens"]) == ({}, 8 * one["concurrency"])
-    names = {check["name"] for check in report["checks"]}
-    assert names == {f"generate/engine at {streams} streams" for streams in (1, 4)}
-    assert json.loads((tmp_path / "artifacts/engine/benchmark.json").read_text()) == report
