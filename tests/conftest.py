@@ -9,7 +9,7 @@ import signal
 import ssl
 import sys
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,9 @@ def certificates_read_once() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    is_chosen = bool(config.option.markexpr or config.option.keyword)
+    if leaves_out_rare_tests(config.args, is_chosen=is_chosen):
+        config.option.markexpr = "not rare"
     config.addinivalue_line("filterwarnings", f"ignore:{SWIG_WARNING}:DeprecationWarning")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # As a shell without job control starts what it runs in the background. All processes that the tests
@@ -114,6 +117,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Also where the interpreter ends, after pytest.
     warnings.filterwarnings("ignore", SWIG_WARNING, DeprecationWarning)
+
+
+def leaves_out_rare_tests(arguments: Sequence[str], *, is_chosen: bool) -> bool:
+    """Return whether a run is one of whole directories, and not of tests chosen by mark or keyword."""
+    return not is_chosen and all(Path(argument).is_dir() for argument in arguments)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
