@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 
 import cog
 from cog import ConcatenateIterator
@@ -16,17 +17,33 @@ class Predictor(cog.BasePredictor):  # type: ignore[misc, unused-ignore]
     @cog.concurrent(max=4)  # type: ignore[untyped-decorator, unused-ignore]
     @cog.streaming  # type: ignore[untyped-decorator, unused-ignore]
     async def predict(
-        self, chunks: int = 3, ms: float = 1.0, size: int = 10, wait_s: float = 0.0
+        self,
+        chunks: int = 3,
+        ms: float = 1.0,
+        size: int = 10,
+        wait_s: float = 0.0,
+        until: str = "",
     ) -> ConcatenateIterator[str]:
-        """Waits, then streams."""
+        """Waits, streams, and ends when there is a file ``until``, if that is not empty."""
         await asyncio.sleep(wait_s)
-        return stream(chunks, ms, size)  # type: ignore[return-value, unused-ignore]
+        return stream(chunks, ms, size, until)  # type: ignore[return-value, unused-ignore]
 
 
-def stream(chunks: int, ms: float, size: int) -> Iterator[str]:
-    for i in range(chunks):
+def stream(chunks: int, ms: float, size: int, until: str) -> Iterator[str]:
+    for text in texts(chunks, size):
         time.sleep(ms / 1000)
+        yield text
+    while not may_end(until):
+        time.sleep(0.01)
+
+
+def texts(chunks: int, size: int) -> Iterator[str]:
+    for i in range(chunks):
         yield f"{i} " + "x" * size
+
+
+def may_end(until: str) -> bool:
+    return not until or Path(until).exists()
 
 
 class Listening(Predictor):
@@ -38,12 +55,19 @@ class Listening(Predictor):
     @cog.concurrent(max=4)  # type: ignore[untyped-decorator, unused-ignore]
     @cog.streaming  # type: ignore[untyped-decorator, unused-ignore]
     async def predict(
-        self, chunks: int = 3, ms: float = 1.0, size: int = 10, wait_s: float = 0.0
+        self,
+        chunks: int = 3,
+        ms: float = 1.0,
+        size: int = 10,
+        wait_s: float = 0.0,
+        until: str = "",
     ) -> ConcatenateIterator[str]:
         async def source() -> AsyncGenerator[str, None]:
             await asyncio.sleep(wait_s)
-            for text in stream(chunks, 0, size):
+            for text in texts(chunks, size):
                 await asyncio.sleep(ms / 1000)
                 yield text
+            while not may_end(until):
+                await asyncio.sleep(0.01)
 
         return live_stream.live(source())  # type: ignore[return-value, unused-ignore]

@@ -18,6 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+from cog_triton.api.cog import predictions
 from cog_triton.api.cog.prediction_files import DIRECTORY
 from tests.support import (
     ROOT,
@@ -71,11 +72,27 @@ class Server(CogServer):
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=limit(30))
 
-    def free_slots(self) -> bool:
-        """Whether all slots are free: that many predictions at once have one."""
+    def starts(self) -> int:
+        """How many predictions have started."""
+        return self.log.read_text().count("Starting prediction")
+
+    def has_free_slots(self) -> bool:
+        """Whether all slots are free: that many predictions run at the same time."""
+        before = self.starts()
+        end = self.directory / uuid4().hex
         with ThreadPoolExecutor(SLOTS) as pool:
-            replies = list(pool.map(lambda _: self.ask(wait_s=0.05), range(SLOTS)))
-        return all(reply.status_code == 200 for reply in replies)
+            asked = [pool.submit(self.ask, until=str(end)) for _ in range(SLOTS)]
+
+            def all_run_or_one_is_refused() -> bool:
+                return self.starts() - before == SLOTS or any(reply.done() for reply in asked)
+
+            wait_until(all_run_or_one_is_refused, 60, "the predictions")
+            end.touch()
+        return all(reply.result().status_code == 200 for reply in asked)
+
+    def wait_for_free_slots(self) -> None:
+        """Waits until Cog's server has taken all slots back, which it may do after its answer."""
+        wait_until(self.has_free_slots, 60, "the end of all predictions")
 
 
 @contextmanager
@@ -85,11 +102,19 @@ def serving(directory: Path, *module: str, **environment: str) -> Iterator[Serve
         yield server
 
 
+def receive_seconds() -> float:
+    """RECEIVE_TIMEOUT: short, but a test that has to wait for the processor is no slow client."""
+    return limit(2)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    short = {"BUSY_TIMEOUT": "1", "RECEIVE_TIMEOUT": "1"}
-    token = {"WEBHOOK_AUTH_TOKEN": "of the operator"}
-    with serving(tmp_path_factory.mktemp("front"), **short, **token) as running:
+    environment = {
+        "BUSY_TIMEOUT": "1",
+        "RECEIVE_TIMEOUT": str(receive_seconds()),
+        "WEBHOOK_AUTH_TOKEN": "of the operator",
+    }
+    with serving(tmp_path_factory.mktemp("front"), **environment) as running:
         yield running
 
 
@@ -104,7 +129,7 @@ def test_a_bad_id_never_reaches_cog(server: Server, identifier: str) -> None:
             reply = server.client.request(method, target, json={"input": {}})
             assert reply.status_code == 422
             assert reply.json()["detail"][0]["loc"] == ["path", "prediction_id"]
-    assert server.free_slots()
+    server.wait_for_free_slots()
 
 
 def test_no_field_of_a_large_body_takes_a_slot_for_good(server: Server) -> None:
@@ -113,7 +138,7 @@ def test_no_field_of_a_large_body_takes_a_slot_for_good(server: Server) -> None:
     for _ in range(SLOTS):
         reply = server.client.post("/predictions", json=body)
         assert (reply.status_code, reply.json()["status"]) == (200, "succeeded")
-    assert server.free_slots()
+    server.wait_for_free_slots()
 
 
 def test_the_ids_of_clients_and_of_the_front_and_that_no_directory_stays(server: Server) -> None:
@@ -166,7 +191,7 @@ def test_a_client_that_sends_no_more_gets_what_is_no_prediction(server: Server) 
     # Short: Cog may lose a cancel that comes as the prediction begins (tools/benchmark/notes.md).
     waiting = request("POST", "/predictions", '{"input": {"wait_s": 3}}')
     assert exchange(server, waiting, half_close=True) == b""
-    wait_until(server.free_slots, 60, "the cancel, or the end")
+    server.wait_for_free_slots()  # after the cancel, or the end
 
 
 def test_each_pipelined_request_is_checked_and_answered_in_order(server: Server) -> None:
@@ -217,13 +242,21 @@ def test_a_client_that_reads_slowly_holds_up_its_own_stream_alone(server: Server
 
 
 def test_texts_come_past_cogs_server_to_each_of_its_clients(tmp_path: Path) -> None:
+    name = uuid4().hex
+    # Until then, the second client finds it running.
+    end = tmp_path / "end"
     with (
         serving(tmp_path, COG_PREDICT_TYPE_STUB="predict.py:Listening") as server,
-        server.stream(name := uuid4().hex, chunks=50, ms=10) as events,
+        # One for each turn of the predictor's loop: many in the time whose texts Cog gets as one.
+        server.stream(name, chunks=50, ms=0, until=str(end)) as events,
         server.stream(name) as beside,
     ):
-        texts, output = chunks(iter(found := list(events))), found[-1][1]["output"]
-        assert "".join(texts) == "".join(output) == "".join(chunks(beside))
+        end.touch()
+        found = list(events)
+        texts = chunks(iter(found))
+        output = found[-1][1]["output"]
+        assert "".join(texts) == "".join(output) == "".join(f"{i} xxxxxxxxxx" for i in range(50))
+        assert "".join(chunks(beside)) == "".join(texts)
     assert len(texts) > 2 * len(output)
 
 
@@ -266,7 +299,11 @@ def test_what_is_no_prediction_passes_unchanged(server: Server) -> None:
 def test_busy_for_too_long_is_not_ready(server: Server) -> None:
     def refused() -> dict[str, Any] | None:
         reply = server.client.get("/health/ready")
-        return None if reply.status_code == 200 else reply.json()
+        said: dict[str, Any] = reply.json()
+        return said if (reply.status_code, said["status"]) == (503, "BUSY") else None
+
+    def is_ready() -> bool:
+        return server.client.get("/health/ready").status_code == 200
 
     names = [f"busy-{uuid4().hex}" for _ in range(SLOTS)]
     body = {"input": {"wait_s": 3600}}  # until they are canceled
@@ -277,31 +314,38 @@ def test_busy_for_too_long_is_not_ready(server: Server) -> None:
             wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
             assert server.ask().status_code == 409
             said = wait_until(refused, 60, "the refusal")
-            assert said["status"] == "BUSY"
             assert "without any progress" in said["detail"]
             assert server.client.get("/health/live").status_code == 200
         finally:
             for name in names:
                 server.client.post(f"/predictions/{name}/cancel")
-    wait_until(lambda: refused() is None, 60, "the end of the predictions")
+    wait_until(is_ready, 60, "the end of the predictions")
 
 
 def test_an_answer_may_take_longer_than_a_request_may(server: Server) -> None:
     """Those behind it wait their turn; what comes too slowly is in test_limits.py."""
-    slow = request("POST", "/predictions", '{"input": {"wait_s": 2.5}}')
+    body = {"input": {"wait_s": 1.25 * receive_seconds()}}
+    slow = request("POST", "/predictions", json.dumps(body))
     reply = exchange(server, slow + request("GET", "/health/live", "", "Connection: close"))
     assert reply.count(b"HTTP/1.1 200 OK") == 2
 
 
-def test_who_knows_an_id_sees_the_input_and_the_output(server: Server) -> None:
+def test_who_knows_an_id_sees_the_input_and_the_output(server: Server, tmp_path: Path) -> None:
     """As docs/operations.md tells it; where this fails, Cog has changed, and the page can be mended."""
-    path, long = "/predictions/known", {"chunks": 100, "ms": 20}
+    path = "/predictions/known"
+    end = tmp_path / "end"
+    inputs = {"chunks": 5, "until": str(end)}
     background = {"Prefer": "respond-async"}
-    assert server.client.put(path, json={"input": long}, headers=background).is_success
-    assert server.client.put(path, json={"input": {}}).json()["input"].items() >= long.items()
-    with server.client.stream("PUT", path, json={"input": {}}, headers=EVENTS) as stream:
-        assert "event: output" in stream.iter_lines()
-    assert server.client.post(f"{path}/cancel").status_code == 200
+    try:
+        assert server.client.put(path, json={"input": inputs}, headers=background).is_success
+        seen = server.client.put(path, json={"input": {}}).json()
+        assert seen["input"].items() >= inputs.items()
+        with server.client.stream("PUT", path, json={"input": {}}, headers=EVENTS) as stream:
+            assert "event: output" in stream.iter_lines()
+        assert server.client.post(f"{path}/cancel").status_code == 200
+    finally:
+        end.touch()
+    server.wait_for_free_slots()
 
 
 def test_nothing_but_the_front_reaches_cogs_server(server: Server) -> None:
@@ -358,6 +402,17 @@ def test_two_that_start_at_once_at_one_address(tmp_path: Path) -> None:
         assert f"port {port}: Address already in use" in one.log.read_text()
 
 
+# The server, with as much time for a webhook as this machine needs for two more attempts.
+PATIENT_SERVER = """
+import runpy
+from cog_triton.api.cog import predictions, server
+
+predictions.WEBHOOK_SECONDS = {seconds}
+server.prepare()
+runpy.run_module("cog.server.http", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     """Nor is a webhook lost, of a prediction that nobody waits for, whose receiver is away at first."""
     came: list[str] = []
@@ -368,14 +423,19 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
             self.send_response(200 if len(came) > 2 else 503)
             self.end_headers()
 
+    patient = PATIENT_SERVER.format(seconds=limit(predictions.WEBHOOK_SECONDS))
+    (tmp_path / "patient_server.py").write_text(patient)
+    environment = {"COG_PREDICT_TYPE_STUB": "predict.py:Listening", "DRAIN_SECONDS": "3600"}
+    # Until then, both predictions run.
+    end = tmp_path / "end"
+    inputs: dict[str, Any] = {"chunks": 50, "until": str(end)}
     with (
         http_server(Hook) as url,
-        serving(tmp_path, COG_PREDICT_TYPE_STUB="predict.py:Listening") as server,
+        serving(tmp_path, "patient_server", **environment) as server,
         closing(server.connect()) as idle,
-        server.stream(chunks=50, ms=20) as running,
+        server.stream(**inputs) as running,
     ):
-        body = {"input": {"chunks": 50, "ms": 20}, "webhook": url}
-        body["webhook_events_filter"] = ["completed"]
+        body = {"input": inputs, "webhook": url, "webhook_events_filter": ["completed"]}
         server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.client.get("/health/ready").status_code == 503, 60, "the change")
@@ -384,6 +444,7 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert "stopping" in refused.json()["detail"]
         assert server.client.post("/predictions/nothing/cancel").status_code == 404
+        end.touch()
         events = list(running)
         assert events[-1][1]["status"] == "succeeded"
         assert "".join(chunks(iter(events))) == "".join(f"{i} xxxxxxxxxx" for i in range(50))
@@ -399,7 +460,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         server.stream(name := uuid4().hex, chunks=100_000, ms=20) as stream,
     ):
         waiting = pool.submit(server.ask, wait_s=3600)
-        wait_until(lambda: "Starting prediction" in server.log.read_text(), 60, "the start")
+        wait_until(lambda: server.starts() == 2, 60, "the start of both")
         next(event for event in stream if event[0] == "output")
         page = {"Content-Type": "text/plain", "Origin": "http://example.com"}
         assert server.client.post("/shutdown", headers=page).status_code == 403
