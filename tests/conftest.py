@@ -1,8 +1,10 @@
 import contextlib
 import gc
 import importlib
+import itertools
 import logging
 import os
+import re
 import reprlib
 import shutil
 import signal
@@ -39,12 +41,12 @@ os.environ["PYDANTIC_DISABLE_PLUGINS"] = "1"
 # while they wait for each other: with too few processors, that takes many times longer than the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Machines are shared: no example fails for the time that it takes. Each run tries other examples, so half
-# of the usual number is enough; `make test-rare` tries many.
+# Machines are shared: no example fails for the time that it takes. Each run tries other examples, so a
+# quarter of the usual number is enough; `make test-rare` tries many.
 with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
     from hypothesis import settings
 
-    settings.register_profile("untimed", deadline=None, max_examples=50)
+    settings.register_profile("untimed", deadline=None, max_examples=25)
     settings.register_profile("thorough", deadline=None, max_examples=500)
     settings.load_profile("untimed")
 
@@ -252,6 +254,16 @@ def fake_tensorrt_llm() -> Iterator[Any]:
 
 def loaded_tensorrt_llm() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]
+
+
+DIRECTORY_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a test. To number it, pytest's fixture would look at those of all tests before."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}_{next(DIRECTORY_NUMBERS)}", numbered=False)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("up", flush=True)
 while not came.is_set():
     came.wait(0.05)
-threading.Event().wait(0.3)
+threading.Event().wait(0.1)
 print("drained", flush=True)
 sys.exit(int(sys.argv[1]))
 """

@@ -90,6 +90,7 @@ async def test_pieces_come_as_they_are_made_and_those_that_pile_up_are_one() -> 
 async def test_the_front_gets_each_text_at_once_and_cog_those_of_a_while_as_one(
     front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(live_stream, "_COGS_SECONDS", 0.01)
     source = Source()
     pieces = started(source.texts(4), "x")
     for i in range(4):
@@ -121,7 +122,7 @@ async def test_the_end_is_told_also_where_texts_are_dropped(front: socket.socket
     for _ in range(10_000):
         live_stream.tell("texts", ["x", 0, "a" * 100], wait=False)
     ending = asyncio.create_task(rest(started(Source().texts(0), "x")))
-    assert not (await asyncio.wait([ending], timeout=0.5))[0], "it waits for room"
+    assert not (await asyncio.wait([ending], timeout=0.1))[0], "it waits for room"
     while json.loads(await asyncio.to_thread(front.recv, 1000)) != ["ended", "x"]:
         pass
     assert await ending == []

@@ -1,6 +1,5 @@
 """What the tests of the repository share: our templates, values that fill them, and what comes of it."""
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,7 @@ VALID: dict[str, dict[str, object]] = {
 
 
 def parse(text: str) -> Any:
-    return ModelConfig.FromString(_parsed(text))
-
-
-@functools.cache
-def _parsed(text: str) -> bytes:
-    """The configuration in its short form: its text is parsed by Python, which takes milliseconds."""
-    return bytes(text_format.Parse(text, ModelConfig()).SerializeToString())
+    return text_format.Parse(text, ModelConfig())
 
 
 def config(repository: Path, model: str) -> Any:

@@ -29,13 +29,13 @@ def test_a_thread_rests_longer_than_it_has_worked(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_tasks_wait_for_an_event_loop_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FREE_ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(pacing, "FREE_ROUND_SECONDS", 0.005)
     monkeypatch.setattr(pacing, "LONGEST_WAIT", 60.0)
     busy = True
 
     async def keep_busy() -> None:
         while busy:
-            time.sleep(0.05)
+            time.sleep(0.01)
             await asyncio.sleep(0)
 
     work = asyncio.create_task(keep_busy())
