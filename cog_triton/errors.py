@@ -79,7 +79,8 @@ class TritonTimeout(ServerError, code="E2101"): ...  # nothing came for longer t
 class TritonTokenizerError(ServerError, code="E2102"): ...  # pre- or postprocessing failed
 class TritonMalformedJSON(ServerError, code="E2103"): ...  # a body or event over HTTP
 class TritonMalformedEvent(ServerError, code="E2104"): ...  # lacks an output, or was lost
-class TritonUnavailable(ServerError, code="E2105", retryable=True): ...  # it died, or is not ready
+class TritonUnavailable(ServerError, code="E2105", retryable=True):  # it died, or is not ready
+    given_up_model = ""  # the model whose process Triton no longer waits for
 class TritonOverloaded(ServerError, code="E2106", retryable=True):  # a queue is full
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -138,7 +139,8 @@ LONGEST = 500  # characters of a cause, which may have some of the request in it
 ENDED = (
     "its process ended without an error message; the kernel may have killed it for lack of memory"
 )
-_GONE = re.compile(r"Stub process '[^']*' is not healthy")
+# It names an instance: the model, and two numbers.
+_GONE = re.compile(r"Stub process '([^']*?)(?:_\d+_\d+)?' is not healthy")
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")
 _AROUND = re.compile(
     r"in ensemble '[^']*', *"
@@ -194,4 +196,8 @@ def error_from_text(text: str) -> CogTritonError:
     """Return the error that a text from Triton stands for, with the cause that the text gives."""
     text = text[:READ]
     kind = next((kind for known, kind in _ERRORS if re.search(known, text)), TritonUnknownError)
-    return kind(cause(text) or "Triton gave no reason")
+    error = kind(cause(text) or "Triton gave no reason")
+    gone = _GONE.search(text)
+    if gone is not None and isinstance(error, TritonUnavailable):
+        error.given_up_model = gone[1]
+    return error

@@ -90,5 +90,10 @@ def streamed_chat(url: str, **fields: Any) -> Iterator[Iterator[Any]]:
 
 def contents(events: Iterator[Any]) -> str:
     """The text of a stream's first choice."""
-    deltas = [event["choices"][0]["delta"] for event in events if event != "[DONE]"]
-    return "".join(delta.get("content") or "" for delta in deltas)
+    text = ""
+    for event in events:
+        if event == "[DONE]":
+            continue
+        assert "choices" in event, f"an event of an error: {event}"
+        text += event["choices"][0]["delta"].get("content") or ""
+    return text

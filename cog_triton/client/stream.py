@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from cog_triton import errors
@@ -57,6 +57,8 @@ class TritonClient(ABC):
     def __init__(self, response_timeout: float, stall_timeout: float = math.inf) -> None:
         """Connect to nothing yet; for the time-outs see ``SilenceWatch``."""
         self._silence = SilenceWatch(response_timeout, stall_timeout)
+        # Called with the name of a model when an error says that Triton gave up its process.
+        self.on_given_up: Callable[[str], object] = lambda _: None
         # Stops, and other work that ``aclose`` waits for.
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -122,6 +124,7 @@ class TritonClient(ABC):
         try:
             yield
         except errors.CogTritonError as error:
+            self._note_given_up(error)
             # Any other error is Triton's last word on the request.
             may_run = isinstance(error, (*BROKEN, errors.TritonTimeout))
             arrivals.complete = not may_run
@@ -208,8 +211,13 @@ class TritonClient(ABC):
         try:
             await asyncio.wait_for(self._send_stop(request_id), STOP_SECONDS)
         except Exception as error:
+            self._note_given_up(error)
             return repr(error)
         return ""
+
+    def _note_given_up(self, error: Exception) -> None:
+        if isinstance(error, errors.TritonUnavailable) and error.given_up_model:
+            self.on_given_up(error.given_up_model)
 
     async def _send_stop(self, request_id: str) -> None:
         """Send a stop request, and wait for its end, or raise its error."""

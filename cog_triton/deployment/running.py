@@ -53,6 +53,11 @@ class RunningServer:
     probe: asyncio.Task[None] | None = None
     _probe_end: float = 0.0
     _patience: float = PROBE_SECONDS
+    # Why it is killed; empty while it is not.
+    _killed_because: str = ""
+
+    def __post_init__(self) -> None:
+        self.client.on_given_up = self._kill_because_given_up
 
     async def warm_up(self) -> None:
         """Run a short request, whose time is a measure for later probes."""
@@ -65,19 +70,39 @@ class RunningServer:
 
     async def ended(self) -> str:
         """Wait until the server has ended, or hangs and is killed; return why."""
-        hang = ""
         while self.server.alive:
             silence = self.client.silence()
-            if not hang and self.hang_timeout and silence > self.hang_timeout:
-                hang = (
+            if self.hang_timeout and silence > self.hang_timeout:
+                self._kill(
                     f"Triton hangs: no running request has received a response for {silence:.0f} s"
                 )
-                logger.error("%s", hang)
-                self.server.kill()
             await asyncio.sleep(CHECK_SECONDS)
         # Its log may have more to say.
         await asyncio.to_thread(self.server.wait)
-        return hang or self.server.end
+        return self._killed_because or self.server.end
+
+    async def is_ending(self) -> bool:
+        """Return whether the server is about to end: it is killed, or does not listen any more.
+
+        Its guard may take a while to clear up, and ``ended`` waits for the guard.
+        """
+        return bool(self._killed_because) or not await asyncio.to_thread(self.server.listens)
+
+    def _kill_because_given_up(self, model: str) -> None:
+        """Kill a server that no longer waits for the process of a model.
+
+        Triton 2.51 waits for a sign of life for one second. Then it frees the memory of the request, while
+        the process may go on later, with that memory: it crashes, or each later request gets the response
+        to the one before it, which may be another client's.
+        """
+        self._kill(f"Triton gave up the process of model {model}: no sign of life for a second")
+
+    def _kill(self, reason: str) -> None:
+        """Kill the server, once."""
+        if not self._killed_because:
+            self._killed_because = reason
+            logger.error("%s", reason)
+            self.server.kill()
 
     async def healthy(self) -> bool:
         """Return whether the server is ready, and answers a request while no other is running."""
@@ -151,6 +176,7 @@ class Supervisor:
         """Return the next server, or ``failed`` if it turns out to be well, within ``timeout`` seconds."""
         clock = asyncio.get_running_loop().time
         began = clock()
+        is_ending = False
         while True:
             server = self.running
             if server is not None and server is not failed:
@@ -159,12 +185,16 @@ class Supervisor:
                 raise TritonUnavailable(
                     f"Triton failed too often and will not be restarted: {self.failure}"
                 )
-            limit = timeout if server is None else min(NOTICE_SECONDS, timeout)
+            may_be_well = server is not None and not is_ending
+            limit = min(NOTICE_SECONDS, timeout) if may_be_well else timeout
             left = began + limit - clock()
             if left <= 0:
-                if server is not None:
+                if server is None or is_ending:
+                    raise TritonUnavailable(f"Triton did not come back within {timeout:g} s")
+                is_ending = await server.is_ending()
+                if not is_ending:
                     return server
-                raise TritonUnavailable(f"Triton did not come back within {timeout:g} s")
+                continue
             # Not wait_for, which before Python 3.12 continues when it is cancelled at the very moment of
             # the change: a request whose client is gone would run on the next server.
             await asyncio.wait([self._changed], timeout=left)

@@ -77,6 +77,8 @@ GIVEN_UP = "its process got no CPU time for a second while loading, so tritonser
 LOOK_SECONDS = 0.2
 # Between two looks at the system calls of its threads, which are many.
 COUNT_SECONDS = 25 * LOOK_SECONDS
+# Ticks of the processor, of ten milliseconds, that a stub which only waits may use between two counts.
+IDLE_TICKS = 1
 # For a server that has answered every request to write its last output.
 LAST_BYTES_SECONDS = 0.2
 # For a tracker of shared memory to end. On a busy machine one that was just started takes seconds.
@@ -135,6 +137,8 @@ class _Process(NamedTuple):
     parent: int
     # In clock ticks since the boot.
     started: str
+    # Of the processor, in clock ticks.
+    used: int
     # As waitpid has it, once the process has ended.
     status: int
 
@@ -246,7 +250,8 @@ def _pids() -> set[int]:
 def _read_process(pid: int) -> _Process | None:
     """Read /proc/PID/stat; None if the process has ended.
 
-    It begins with PID (NAME) STATE PARENT. The name may have spaces and parentheses.
+    It begins with PID (NAME) STATE PARENT. The name may have spaces and parentheses. The fields are those
+    of proc(5), from the third on.
     """
     text = read(pid, "stat").decode(errors="replace")
     if not text:
@@ -259,6 +264,7 @@ def _read_process(pid: int) -> _Process | None:
         state=fields[0],
         parent=int(fields[1]),
         started=fields[19],
+        used=int(fields[11]) + int(fields[12]),
         status=int(fields[-1]),
     )
 
@@ -303,6 +309,20 @@ def _awaited_children(pid: int) -> set[int]:
     return awaited
 
 
+def _used(pid: int, processes: dict[int, _Process]) -> int:
+    """Return the ticks of the processor that a process and its children have used."""
+    return sum(each.used for each in processes.values() if pid in (each.pid, each.parent))
+
+
+def _is_at_work(pid: int) -> bool:
+    """Whether a thread of a process runs, waits for a processor, or waits for a disk."""
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        state = read(pid, f"task/{thread.name}/stat").rpartition(b")")[2].split()[:1]
+        if state in ([b"R"], [b"D"]):
+            return True
+    return False
+
+
 # The guard
 
 
@@ -326,8 +346,8 @@ class _Guard:
         self._models: dict[int, str] = {}
         # Stubs that had failed at the last look.
         self._failed: set[int] = set()
-        # Stubs whose end Triton waited for at the last count.
-        self._awaited: set[int] = set()
+        # Stubs whose end Triton waited for at the last count, and the ticks that each had used then.
+        self._awaited: dict[int, int] = {}
         self._next_count = 0.0
         for number in (*_STOP_SIGNALS, _GROUP_STOP):
             # Not SIG_IGN, which the server would inherit.
@@ -397,6 +417,7 @@ class _Guard:
         if order in (b"", STOP):
             self._stop()
         elif self._deadline is None:
+            self._log_failed_stubs()
             self._kill()
         else:
             self._finish()
@@ -440,7 +461,7 @@ class _Guard:
             return
         if time.monotonic() >= self._next_count:
             self._next_count = time.monotonic() + COUNT_SECONDS
-            self._end_with_stub_given_up(servers)
+            self._end_with_stub_given_up(servers, processes)
         self._end_with_failed_stub(stubs)
 
     def _end_ranks_without_guard(self, processes: Iterable[_Process]) -> None:
@@ -483,28 +504,48 @@ class _Guard:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._kill()
 
-    def _end_with_stub_given_up(self, servers: Iterable[int]) -> None:
-        """Kill a server that has waited for the end of a stub since the last count."""
+    def _end_with_stub_given_up(
+        self, servers: Iterable[int], processes: dict[int, _Process]
+    ) -> None:
+        """Kill a server that has waited since the last count for the end of a stub that does nothing.
+
+        A stub that Triton has told to end, because its model is unloaded or has failed, may take longer on
+        a busy machine: it uses the processor, or waits for it.
+        """
         before = self._awaited
         awaited = {pid for server in servers for pid in _awaited_children(server)}
-        self._awaited = awaited & self._models.keys()
-        for pid in before & self._awaited:
-            # In the words of Triton.
-            _log(f"failed to load '{self._models[pid]}' version 1: {GIVEN_UP}")
-            self._kill()
+        self._awaited = {pid: _used(pid, processes) for pid in awaited & self._models.keys()}
+        for pid, used in self._awaited.items():
+            if pid in before and used - before[pid] <= IDLE_TICKS and not _is_at_work(pid):
+                # In the words of Triton.
+                _log(f"failed to load '{self._models[pid]}' version 1: {GIVEN_UP}")
+                self._kill()
 
     def _end_with_failed_stub(self, stubs: list[_Process]) -> None:
         """Kill a server one of whose stubs has failed.
 
         Triton takes the exit status of a stub that it ended itself, until the next look.
         """
-        failed = {stub.pid: stub.status for stub in stubs if stub.has_ended and stub.status}
-        for pid in failed.keys() & self._failed:
-            model = self._models.get(pid, UNKNOWN)
-            status = os.waitstatus_to_exitcode(failed[pid])
-            _log(STUB_ENDED.format(model=model, status=status))
-            self._kill()
-        self._failed = set(failed)
+        failed = [stub for stub in stubs if stub.has_ended and stub.status]
+        for stub in failed:
+            if stub.pid in self._failed:
+                self._log_end_of_stub(stub)
+                self._kill()
+        self._failed = {stub.pid for stub in failed}
+
+    def _log_failed_stubs(self) -> None:
+        """Log the stubs that have failed since the last look: one may be why the server is to be killed."""
+        processes = _descendants(self._foreign)
+        stubs = _stubs_of(self._servers_among(processes), processes.values())
+        self._note_models(stubs)
+        for stub in stubs:
+            if stub.has_ended and stub.status:
+                self._log_end_of_stub(stub)
+
+    def _log_end_of_stub(self, stub: _Process) -> None:
+        model = self._models.get(stub.pid, UNKNOWN)
+        status = os.waitstatus_to_exitcode(stub.status)
+        _log(STUB_ENDED.format(model=model, status=status))
 
 
 def _stubs_of(servers: dict[int, str], processes: Iterable[_Process]) -> list[_Process]:

@@ -154,6 +154,8 @@ class ServerLog:
         # Copies, here and below: while the server runs, another thread adds to them.
         failures = list(self._failures.items())
         if failures:
+            # Triton ends by itself then, unless the guard is quicker: its status says nothing.
+            first = what + self.end(None)
             return "\n".join([first, *(f"model {name}: {why}" for name, why in failures)])
         if self._ended_stub is not None:
             return first

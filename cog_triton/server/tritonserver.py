@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -239,6 +240,18 @@ class TritonServer:
                 return connection.getresponse().status == 200
             except (OSError, http.client.HTTPException):
                 return False
+
+    def listens(self) -> bool:
+        """Return whether it listens on its HTTP port, as it does until it ends. Takes at most a second."""
+        address = (self.endpoints.host, self.endpoints.http_port)
+        try:
+            socket.create_connection(address, timeout=1).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            # Its queue of connections is full, say.
+            return True
+        return True
 
     @property
     def alive(self) -> bool:

@@ -191,7 +191,8 @@ def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def several(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
     """Two processes that answer, and one that runs Triton."""
-    environment = {**PACE, "MODEL": str(demo_model), "TRITON_RESTARTS": "3"}
+    patience = {"TRITON_RESTARTS": "3", "RESUME_TIMEOUT": str(limit(60))}
+    environment = {**PACE, **patience, "MODEL": str(demo_model)}
     log = tmp_path_factory.mktemp("several") / "log"
     with OpenAIServer(environment, log, "--workers", "2") as server:
         yield server

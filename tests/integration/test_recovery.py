@@ -35,8 +35,9 @@ SECONDS = 300  # only a fault takes this long, on a busy machine too
 
 @asynccontextmanager
 async def deployed(model: Path, **environment: str) -> AsyncIterator[Deployment]:
-    pace = {"SIMULATED_INTER_TOKEN_MS": "15"}
-    deployment = await Deployment.start(settings_for(model, **{**pace, **environment}))
+    # A restart takes as long as the machine needs.
+    defaults = {"SIMULATED_INTER_TOKEN_MS": "15", "RESUME_TIMEOUT": str(SECONDS)}
+    deployment = await Deployment.start(settings_for(model, **{**defaults, **environment}))
     try:
         yield deployment
     finally:
@@ -137,7 +138,8 @@ async def test_streams_go_on_as_if_nothing_had_happened(
         supervisor = deployment.supervisor
         supervisor.settings = supervisor.settings.model_copy(update={"transport": "grpc"})
         await check_recoveries(deployment, [("tritonserver", signal.SIGSEGV), STUB])
-    check_stub_is_named("tensorrt_llm", caplog.text)
+        check_stub_is_named("tensorrt_llm", caplog.text)
+        await check_no_answer_comes_from_a_process_that_was_given_up(deployment)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,22 @@ async def check_recoveries(deployment: Deployment, kills: list[Kill]) -> None:
         assert await deployment.healthy()
         assert not left_of(killed.server.shm_prefix)
         assert not killed.server.runtime.exists()
+
+
+async def check_no_answer_comes_from_a_process_that_was_given_up(deployment: Deployment) -> None:
+    """Check that the server is replaced after it waited too long for the process of a model.
+
+    That process would go on with memory that Triton has freed: it crashes, or answers each request with the
+    response to the one before it.
+    """
+    uninterrupted = await answers(deployment)
+    stopped = deployment.supervisor.running
+    assert stopped is not None
+    restarts = deployment.supervisor.restarts
+    os.kill(part(stopped.server.shm_prefix, "preprocessing"), signal.SIGSTOP)
+    assert await answers(deployment) == uninterrupted
+    assert deployment.supervisor.restarts == restarts + 1
+    assert not left_of(stopped.server.shm_prefix)
 
 
 def check_stub_is_named(model: str, log: str) -> None:

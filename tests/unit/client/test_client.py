@@ -210,6 +210,28 @@ async def consume(client: TritonClient) -> list[Response]:
         return [response async for response in responses]
 
 
+@pytest.mark.parametrize(
+    ("text", "models"),
+    [
+        pytest.param(
+            "Stub process 'preprocessing_0_1' is not healthy.", ["preprocessing"], id="given up"
+        ),
+        pytest.param("the engine has stopped", [], id="another error"),
+    ],
+)
+async def test_an_error_tells_of_a_models_process_that_triton_gave_up(
+    text: str, models: list[str]
+) -> None:
+    client = Scripted(errors.error_from_text(f"in ensemble 'ensemble', {text}"))
+    client.needed = 1
+    named: list[str] = []
+    client.on_given_up = named.append
+    with pytest.raises(errors.TritonUnavailable):
+        await consume(client)
+    await client.aclose()
+    assert named == models
+
+
 async def test_what_arrived_together_is_handed_on_together() -> None:
     client = Scripted(Response([1], 7, False), Response([2, 3], 7, False), Response([], None, True))
     assert await consume(client) == [Response([1, 2, 3], 7, final=True)]

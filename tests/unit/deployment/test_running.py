@@ -19,6 +19,7 @@ from cog_triton.errors import (
     TritonPortTaken,
     TritonStartError,
     TritonUnavailable,
+    error_from_text,
 )
 from cog_triton.settings import Settings, read_settings
 
@@ -28,10 +29,15 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.end = asyncio.Event()
+        # Its end is certain, before it is noticed.
+        self.ending = False
 
     async def ended(self) -> str:
         await self.end.wait()
         return "it was killed\nand more"
+
+    async def is_ending(self) -> bool:
+        return self.ending
 
 
 class Starter:
@@ -124,6 +130,26 @@ def test_waiting_for_a_server_has_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
             await supervisor.after(first, 0.05)
         starter.gate.set()
         await supervisor.after(first, 10)
+
+    run(Starter, test)
+
+
+def test_a_server_that_is_about_to_end_is_not_taken_for_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine, its guard may take longer to clear up than its requests try it again."""
+    monkeypatch.setattr(module, "NOTICE_SECONDS", 0.01)
+
+    async def test(starter: Starter, supervisor: Any) -> None:
+        first = supervisor.running
+        first.ending = True
+        with pytest.raises(TritonUnavailable, match=r"did not come back within 0\.05 s"):
+            await supervisor.after(first, 0.05)
+        waiting = asyncio.create_task(supervisor.after(first, 60))
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        assert not done
+        first.end.set()
+        assert await waiting is starter.servers[1]
 
     run(Starter, test)
 
@@ -282,3 +308,24 @@ def test_a_server_that_is_silent_for_too_long_is_killed(
 
     expected = "Triton hangs: no running request has received a response for 8 s"
     assert asyncio.run(end_of_it()) == (expected if silence == 8.1 else "it was killed")
+
+
+def test_a_server_that_gave_up_a_models_process_is_killed_at_once() -> None:
+    """The process may go on with memory that Triton has freed, and answer one request with another's."""
+    server: Any = SilentServer()
+    client: Any = SimpleNamespace(silence=lambda: 0.0)
+    running = module.RunningServer(server, client, cast(Any, None), hang_timeout=0.0)
+    error = error_from_text("Stub process 'preprocessing_0_1' is not healthy.")
+    assert isinstance(error, TritonUnavailable)
+    client.on_given_up(error.given_up_model)
+    assert not server.alive
+    assert asyncio.run(running.is_ending())
+    expected = "Triton gave up the process of model preprocessing: no sign of life for a second"
+    assert asyncio.run(running.ended()) == expected
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_server_that_does_not_listen_is_about_to_end(listens: bool) -> None:
+    server: Any = SimpleNamespace(listens=lambda: listens)
+    running = module.RunningServer(server, cast(Any, SimpleNamespace()), cast(Any, None), 0.0)
+    assert asyncio.run(running.is_ending()) != listens

@@ -89,6 +89,76 @@ def test_a_stub_that_is_killed_before_its_exec_ends_its_server(tmp_path: Path) -
     assert errors == f"{guard.STUB_ENDED.format(model=guard.UNKNOWN, status=-9)}\n"
 
 
+# A server that waits for the end of a stub, as Triton does when it has told one to end.
+WAITING_SERVER = """
+import os, subprocess, sys
+os.waitpid(subprocess.Popen(sys.argv[1:]).pid, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stub", "is_killed"),
+    [
+        pytest.param("while time.process_time() < 2: pass", False, id="it is at work"),
+        pytest.param("time.sleep(600)", True, id="it does nothing"),
+    ],
+)
+def test_a_server_that_waits_for_the_end_of_a_stub(
+    stub: str, is_killed: bool, tmp_path: Path
+) -> None:
+    """The end of a stub that is unloaded takes seconds on a busy machine."""
+    interpreters = [tmp_path / guard.SERVER, tmp_path / guard.STUB]
+    for interpreter in interpreters:
+        interpreter.symlink_to(sys.executable)
+    file = tmp_path / "preprocessing" / "1" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"import time\n{stub}\n")
+    server, stub_interpreter = map(str, interpreters)
+    command = [server, "-c", WAITING_SERVER, stub_interpreter, str(file)]
+    program = f"""
+        import sys
+        from cog_triton.server import guard
+        guard.LOOK_SECONDS = 0.05
+        guard.COUNT_SECONDS = 0.5
+        sys.exit(guard.run("server", "", 1.0, "", {command!r}))
+    """
+    guarding = [sys.executable, "-c", textwrap.dedent(program)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(guarding, stdin=pipe, stderr=pipe, cwd=ROOT, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        status = process.wait(60)
+    assert (guard.GIVEN_UP in said) == is_killed, said
+    assert (status == 0) != is_killed
+
+
+def test_a_kill_tells_of_a_stub_that_failed_before(tmp_path: Path) -> None:
+    """The starter may be quicker to see that the server cannot go on."""
+    server = tmp_path / "another-server"
+    server.symlink_to(sys.executable)
+    code = """
+import os, signal
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+    with start(tmp_path, "server", str(server), "-c", code) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stub = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)  # so that it looks no earlier than it is told to kill
+        os.kill(stub, signal.SIGKILL)
+        wait_until(lambda: not alive(stub), 60, "the stub's end")
+        process.stdin.write(guard.KILL.decode())
+        process.stdin.flush()
+        os.kill(process.pid, signal.SIGCONT)
+        said = process.stderr.read()
+    assert said == f"{guard.STUB_ENDED.format(model=guard.UNKNOWN, status=-9)}\n"
+
+
 def test_empty_environments_go_unless_a_living_server_may_have_made_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

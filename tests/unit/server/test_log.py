@@ -27,8 +27,14 @@ def triton(level: str, text: str) -> str:
                 'I1121 07:09:36.844 1 server.cc:305] "Waiting."\n'
             ),
             1,
-            "tritonserver died, with exit status 1\nmodel tensorrt_llm: Error: no header",
+            "tritonserver died\nmodel tensorrt_llm: Error: no header",
             id="a model that failed, without Python's trace and Triton's tables",
+        ),
+        pytest.param(
+            triton("E", "failed to load 'tensorrt_llm' version 1: no GPU") + "\n",
+            -9,
+            "tritonserver died\nmodel tensorrt_llm: no GPU",
+            id="a model that failed, whose server was killed while it was about to end",
         ),
         pytest.param(
             (
