@@ -19,7 +19,7 @@ from cog_triton.api.cog.cog_server import CogServer, Reply
 from cog_triton.api.cog.front import EXIT_STATUS, Front
 from cog_triton.api.cog.messages import VARIABLE
 from cog_triton.api.cog.predictions import Predictions
-from cog_triton.api.cog.replicate import kept
+from cog_triton.api.cog.replicate import kept, routes
 from cog_triton.api.cog.replicate.kept import Kept
 from cog_triton.api.cog.replicate.routes import Replicate
 from cog_triton.settings import read_settings
@@ -65,8 +65,8 @@ async def test_a_prediction_ends_whatever_comes(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "")
     predictions = Predictions(tmp_path / "predictions")
-    routes = Replicate(CogsEvents(events), predictions, None).routes
-    transport = httpx.ASGITransport(Router(routes))
+    router = Router(Replicate(CogsEvents(events), predictions, None).routes)
+    transport = httpx.ASGITransport(router)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         headers = {"prefer": "wait=20"}
         reply = await client.post("/v1/predictions", json={"input": {}}, headers=headers)
@@ -88,6 +88,47 @@ async def test_without_a_free_slot_a_client_is_told_when_to_come_again(
             await client.post("/v1/predictions", json={"input": {}})
     predictions.files.remove_all()
     assert (refused.value.status, refused.value.retry_after) == (409, 1)
+
+
+async def test_the_wait_begins_with_the_request_not_when_cogs_server_has_accepted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicate's client gives up half a second after the time that it asked the server to wait."""
+    now = 0.0
+
+    class BusyCogServer(CogServer):
+        """Accepts after 30 seconds, and never ends."""
+
+        def __init__(self) -> None:
+            pass
+
+        @contextlib.asynccontextmanager
+        async def exchange(self, *_: Any) -> AsyncIterator[Reply]:
+            nonlocal now
+            now += 30.0
+            yield Reply(200, [], Answer(1 << 16, ()))
+
+    timeouts: list[float] = []
+    wait = asyncio.wait
+
+    async def wait_not(tasks: Any, timeout: float | None = None, **options: Any) -> Any:
+        if timeout is not None:
+            timeouts.append(timeout)
+            timeout = 0.0
+        return await wait(tasks, timeout=timeout, **options)
+
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(routes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(asyncio, "wait", wait_not)
+    predictions = Predictions(tmp_path / "predictions")
+    transport = httpx.ASGITransport(Router(Replicate(BusyCogServer(), predictions, None).routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        for seconds in ("40", "20"):
+            headers = {"prefer": f"wait={seconds}"}
+            reply = await client.post("/v1/predictions", json={"input": {}}, headers=headers)
+            assert (reply.status_code, reply.json()["status"]) == (201, "starting")
+    predictions.files.remove_all()
+    assert timeouts == [10.0, 0.0]
 
 
 def test_the_oldest_that_can_go_make_place(monkeypatch: pytest.MonkeyPatch) -> None:

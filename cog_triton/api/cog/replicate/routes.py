@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 import uuid
 from functools import partial
 from importlib.metadata import version
@@ -79,6 +80,7 @@ class Replicate:
 
     async def _create(self, request: Request) -> Response:
         body = await request.body()
+        began = time.monotonic()
         identifier = uuid.uuid4().hex
         read = partial(
             read_creation,
@@ -99,7 +101,9 @@ class Replicate:
         self._kept.add(prediction)
         prefer_wait = _PREFER_WAIT.search(request.headers.get("prefer", ""))
         if prefer_wait:
-            await asyncio.wait([task], timeout=wait_seconds(prefer_wait[1]))
+            # From its arrival on: Replicate's client gives up half a second after that time.
+            end = began + wait_seconds(prefer_wait[1])
+            await asyncio.wait([task], timeout=max(0.0, end - time.monotonic()))
         # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
         shows_end = bool(prefer_wait) and prediction.ended
         status = prediction.fields["status"] if shows_end else "starting"
