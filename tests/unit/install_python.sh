@@ -4,8 +4,8 @@ echo "$*" >> "$CALLS"
 case "$*" in
     -c*) echo "$VERSION" ;;
     "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip config"*) exec "$REAL_PYTHON" "$@" ;;
+    "-m pip config"*) [ -z "$REAL_PYTHON" ] || exec "$REAL_PYTHON" "$@" ;;
     *"pip install -q"*) exit "$PIP" ;;
     *torch-backend*) exit "$INDEX" ;;
-    *) env | grep ^UV_ ;;
+    *) env | grep ^UV_ || true ;;
 esac

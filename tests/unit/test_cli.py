@@ -248,8 +248,11 @@ def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[
     assert "served-model-name" in text
 
 
-def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
-    done = cog_triton("completion", "bash")
+def test_bash_completes_commands_options_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    functions = capsys.readouterr().out
     (tmp_path / "repository").mkdir()
     program = f"""
 complete_words() {{
@@ -257,7 +260,7 @@ complete_words() {{
     _shtab_cog_triton
     echo "${{COMPREPLY[@]}}"
 }}
-{done.stdout}
+{functions}
 complete_words cog-triton pre
 complete_words cog-triton serve --po
 complete_words cog-triton adapter li

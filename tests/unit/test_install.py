@@ -13,14 +13,23 @@ from tests.support import ROOT
 
 
 def install(
-    directory: Path, *, version: str = "3.10", pip: int = 0, index: int = 0, **given: str
+    directory: Path,
+    *,
+    version: str = "3.10",
+    pip: int = 0,
+    index: int = 0,
+    reads_configuration: bool = False,
+    **given: str,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run the script; return that, and the calls of Python."""
+    """Run the script; return that, and the calls of Python.
+
+    A real pip reads its configuration on demand only, as that takes a moment.
+    """
     python = shutil.copy(Path(__file__).with_name("install_python.sh"), directory / "python")
     calls = directory / "calls"
     hidden = {n: v for n, v in os.environ.items() if not n.startswith(("PIP_", "UV_"))}
     own = {"PATH": f"{directory}:/usr/bin:/bin", "PYTHON": str(python), "CALLS": str(calls)}
-    own["REAL_PYTHON"] = sys.executable
+    own["REAL_PYTHON"] = sys.executable if reads_configuration else ""
     statuses = {"VERSION": version, "PIP": str(pip), "INDEX": str(index)}
     configuration = {"PIP_CONFIG_FILE": str(Path(__file__).with_name("pip.conf"))}
     environment = {**hidden, **own, **statuses, **configuration, **given}
@@ -36,8 +45,14 @@ def test_uv_is_given_the_configuration_of_pip(tmp_path: Path) -> None:
         "UV_FIND_LINKS=/wheels,/more-wheels",
         "UV_INDEX_STRATEGY=unsafe-best-match",
     }
-    assert given <= {*install(tmp_path)[0].stdout.splitlines()}
-    done, _ = install(tmp_path, PIP_INDEX_URL="https://c.example/simple", UV_FIND_LINKS="/own")
+    done, _ = install(tmp_path, reads_configuration=True)
+    assert given <= {*done.stdout.splitlines()}
+    done, _ = install(
+        tmp_path,
+        reads_configuration=True,
+        PIP_INDEX_URL="https://c.example/simple",
+        UV_FIND_LINKS="/own",
+    )
     given = {"UV_DEFAULT_INDEX=https://c.example/simple", "UV_FIND_LINKS=/own"}
     assert given <= {*done.stdout.splitlines()}
 

@@ -108,7 +108,14 @@ def missed(phase: Phase) -> list[str]:
         pytest.param({"part": [6, 40]}, "", id="too short to tell"),
     ],
 )
-def test_what_is_missed(phase: dict[str, Any], name: str, capsys: Any, tmp_path: Path) -> None:
+def test_what_is_missed(
+    phase: dict[str, Any],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tools.benchmark.report.get_plotlyjs", lambda: "")  # megabytes of a script
     found = phase_of(**phase)
     assert missed(found) == [name] * bool(name)
     report_of([found], {}).publish(tmp_path / "soak.json")

@@ -332,9 +332,9 @@ def test_whatever_is_wrong_with_a_request_the_error_has_the_form_of_the_api(
     for name in ODD_NAMES if "{" in path else ("",):
         place = re.sub(r"\{[^}]*\}", lambda _, name=name: name, path)  # type: ignore[misc]
         requests.append((method, place, {"params": ODD_QUERY}))
-        for kind, content in ODD_BODIES.values():
-            headers = {"content-type": kind}
-            requests.append((method, place, {"content": content, "headers": headers}))
+    for kind, content in ODD_BODIES.values():
+        headers = {"content-type": kind}
+        requests.append((method, place, {"content": content, "headers": headers}))
     for reply in ask_in_turn(storing(tmp_path), *requests):
         assert reply.status_code < 500, reply.text
         if reply.status_code >= 400 and method != "HEAD":
