@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,7 +61,13 @@ class _Engine:
 
 
 async def attach(
-    settings: Settings, address: str, model: str, context: int | None, *, announce: bool = True
+    settings: Settings,
+    address: str,
+    model: str,
+    context: int | None,
+    *,
+    announce: bool = True,
+    on_given_up: Callable[[str], object] | None = None,
 ) -> Deployment:
     """Wait for the Triton at ``address``, and run requests on its ensemble.
 
@@ -69,6 +75,8 @@ async def attach(
         model: the ensemble to use if Triton does not have this project's.
         context: the context length in tokens, if it is known.
         announce: log what is served.
+        on_given_up: called with the name of a model whose process Triton gave up, so that who started that
+            Triton replaces it.
 
     Raises:
         ConfigurationError: no Triton is ready in time, or it has no ensemble.
@@ -77,7 +85,7 @@ async def attach(
         for warning in misspelt_variables():
             announcement.logger.warning("%s", warning)
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
-    triton = RunningTriton(settings, address)
+    triton = RunningTriton(settings, address, on_given_up)
     await triton.wait(settings.start_timeout)
     closing = contextlib.AsyncExitStack()
     closing.push_async_callback(lambda: triton.current.aclose())
@@ -162,9 +170,18 @@ async def _end_tokens(
 class RunningTriton:
     """A Triton that somebody else starts and stops, in the place of a ``Supervisor``."""
 
-    def __init__(self, settings: Settings, address: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        address: str,
+        on_given_up: Callable[[str], object] | None = None,
+    ) -> None:
+        """See ``attach`` for the arguments."""
         self._settings = settings
         self._address = address
+        self._on_given_up = on_given_up
+        # Who started it was told to.
+        self._is_to_be_replaced = False
         self.current = self._connected()
         self.running = self
         self._reconnecting = asyncio.Lock()
@@ -215,6 +232,8 @@ class RunningTriton:
         async with self._reconnecting:
             if failed is not None and self.current is failed:
                 try:
+                    if self._is_to_be_replaced:
+                        await self._wait_for_end(self._settings.resume_timeout)
                     await self.wait(self._settings.resume_timeout)
                 except ConfigurationError as error:
                     raise TritonUnavailable(error.message) from None
@@ -224,7 +243,22 @@ class RunningTriton:
         return self.current
 
     def _connected(self) -> GrpcClient:
-        return GrpcClient(self._address, response_timeout=self._settings.response_timeout)
+        client = GrpcClient(self._address, response_timeout=self._settings.response_timeout)
+        client.on_given_up = self._ask_for_another
+        self._is_to_be_replaced = False
+        return client
+
+    def _ask_for_another(self, model: str) -> None:
+        """Have a Triton that gave up the process of a model replaced, if there is somebody to do it."""
+        if self._on_given_up is not None:
+            self._is_to_be_replaced = True
+            self._on_given_up(model)
+
+    async def _wait_for_end(self, seconds: float) -> None:
+        """Wait until a Triton that is to be replaced has ended, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and await self.healthy():
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _ask(self, method: str, **fields: str) -> Any:
         """Return the reply to a question, or raise TritonUnavailable or asyncio.TimeoutError."""

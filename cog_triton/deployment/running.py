@@ -57,7 +57,7 @@ class RunningServer:
     _killed_because: str = ""
 
     def __post_init__(self) -> None:
-        self.client.on_given_up = self._kill_because_given_up
+        self.client.on_given_up = self.kill_because_given_up
 
     async def warm_up(self) -> None:
         """Run a short request, whose time is a measure for later probes."""
@@ -88,7 +88,7 @@ class RunningServer:
         """
         return bool(self._killed_because) or not await asyncio.to_thread(self.server.listens)
 
-    def _kill_because_given_up(self, model: str) -> None:
+    def kill_because_given_up(self, model: str) -> None:
         """Kill a server that no longer waits for the process of a model.
 
         Triton 2.51 waits for a sign of life for one second. Then it frees the memory of the request, while
@@ -164,6 +164,11 @@ class Supervisor:
         """Stop the server, and start no other."""
         self._supervision.cancel()
         await asyncio.wait([self._supervision])
+
+    def kill_because_given_up(self, model: str) -> None:
+        """Kill the running server, if there is one, of which another process's request says so."""
+        if self.running is not None:
+            self.running.kill_because_given_up(model)
 
     async def client(self, failed: TritonClient | None) -> TritonClient:
         """Return the server's client, or the next one after ``failed``; see ``client.resume.Clients``."""

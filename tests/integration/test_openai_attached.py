@@ -241,6 +241,17 @@ def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
         assert contents(events) == whole
 
 
+def test_a_process_that_triton_gave_up_is_replaced(several: OpenAIServer) -> None:
+    """The error comes to a worker, and its server is the one that can start another Triton."""
+    whole = several.chat(max_tokens=20, seed=1).json()["choices"][0]["message"]["content"]
+    (given_up,) = started_by(several.process.pid, "/preprocessing/1/model.py")
+    os.kill(given_up, signal.SIGSTOP)
+    answer = several.chat(max_tokens=20, seed=1).json()
+    assert "choices" in answer, answer
+    assert answer["choices"][0]["message"]["content"] == whole
+    assert not alive(given_up)
+
+
 def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) -> None:
     """Its streams end with it: nobody else has their connections. The other's go on."""
     killed, kept = workers(several)

@@ -138,6 +138,7 @@ def server_of(
         triton_model="ensemble",
         context_length=deployment.context_length,
         models=models,
+        on_given_up=deployment.supervisor.kill_because_given_up,
     )
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 MODULE = "cog_triton.api.openai.workers"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it while it is imported
 MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
+READY = b"."  # written by a worker that accepts requests
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 
@@ -118,14 +119,20 @@ class Workers:
         triton_model: str,
         context_length: int | None,
         models: Sequence[str],
+        on_given_up: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Start nothing yet; see ``WorkerConfig`` for the arguments."""
+        """Start nothing yet; see ``WorkerConfig`` for the arguments.
+
+        ``on_given_up`` is called with the name of a model when Triton gave up its process, as a worker's
+        request was told.
+        """
         self._settings = settings
         self._listener = listener
         self._address = address
         self._triton_model = triton_model
         self._context_length = context_length
         self._models = tuple(models)
+        self._on_given_up = on_given_up
         self._count = settings.openai_workers
         self._ready_numbers: set[int] = set()  # workers that have been ready
         self._stop_requested = asyncio.Event()
@@ -191,7 +198,8 @@ class Workers:
         """Run one process until it ends; return whether it was ready."""
         process = await asyncio.create_subprocess_exec(
             *config.command(),
-            stdout=PIPE,  # the worker writes one byte when it is ready
+            # The worker writes READY, and later the names of models whose processes Triton gave up.
+            stdout=PIPE,
             pass_fds=(config.listener,),
             env={**os.environ, METRICS_VARIABLE: str(config.metrics_directory)},
             start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
@@ -200,10 +208,12 @@ class Workers:
         if self._stop_requested.is_set():  # while the process was being made
             send_signal(signal.SIGTERM, [process])
         assert process.stdout is not None
-        was_ready = bool(await process.stdout.read(1))
+        was_ready = bool(await process.stdout.read(len(READY)))
         if was_ready:
             policy.on_ready()
             self._note_ready(config.number, ready)
+        async for line in process.stdout:
+            self._on_given_up(line.decode().strip())
         await process.wait()
         self._processes.discard(process)
         # The gauges of an ended process would be added to the others' otherwise.

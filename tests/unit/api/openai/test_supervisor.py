@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ SETTINGS = read_settings(
 )
 
 
-async def workers(listener: socket.socket) -> Workers:
+async def workers(
+    listener: socket.socket, on_given_up: Callable[[str], object] = lambda _: None
+) -> Workers:
     return Workers(
         SETTINGS,
         listener,
@@ -26,6 +29,7 @@ async def workers(listener: socket.socket) -> Workers:
         triton_model="ensemble",
         context_length=None,
         models=["m", "other"],
+        on_given_up=on_given_up,
     )
 
 
@@ -114,3 +118,23 @@ async def test_workers_that_end_are_replaced_until_the_server_stops(
         await asyncio.wait_for(server.run(lambda: ready.append(1)), 60)
     assert len(started) >= 9
     assert ready == [1]
+
+
+async def test_a_worker_tells_of_a_models_process_that_was_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = "import os, signal; os.write(1, b'.preprocessing\\n'); signal.pause()\n"
+    (tmp_path / "telling_worker.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(supervisor, "MODULE", "telling_worker")
+    told: list[str] = []
+
+    def note(model: str) -> None:
+        told.append(model)
+        if len(told) == SETTINGS.openai_workers:
+            server.stop()
+
+    with socket.socket() as listener:
+        server = await workers(listener, note)
+        await asyncio.wait_for(server.run(lambda: None), 60)
+    assert told == ["preprocessing"] * SETTINGS.openai_workers
