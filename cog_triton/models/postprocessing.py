@@ -1,5 +1,6 @@
 """The postprocessing model: token ids to text, one response at a time."""
 
+import contextlib
 import logging
 import re
 import threading
@@ -117,7 +118,11 @@ class TritonPythonModel:
         self._skip = parameters.get("skip_special_tokens", "true") == "true"
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._respond(request) for request in requests]
+        # It may still be read from a disk. Its error is each request's.
+        with contextlib.suppress(Exception):
+            self._tokenizer.get()
+        with stub.ends_after_standstill():
+            return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
         self._tokenizer.close()

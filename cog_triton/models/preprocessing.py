@@ -295,14 +295,15 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any]:
         """Return the responses of a batch in one message; None for one that is answered later."""
         responses: list[Any] = []
-        for request in requests:
-            inputs = stub.arrays(request.inputs())
-            slow = self._slow_requests_for(inputs)
-            if slow is None:
-                responses.append(self._response(request, inputs))
-            else:
-                slow.add(request, inputs)
-                responses.append(None)
+        with stub.ends_after_standstill():
+            for request in requests:
+                inputs = stub.arrays(request.inputs())
+                slow = self._slow_requests_for(inputs)
+                if slow is None:
+                    responses.append(self._response(request, inputs))
+                else:
+                    slow.add(request, inputs)
+                    responses.append(None)
         return responses
 
     def finalize(self) -> None:

@@ -1,12 +1,15 @@
 """Triton's Python backend, for all models: what a request holds, and the responses to it."""
 
+import contextlib
 import gc
 import io
 import json
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +35,11 @@ Tensors = dict[str, Array]
 Inputs = Mapping[str, Array]
 
 logger = logging.getLogger(__name__)
+
+# Triton 2.51 gives up a process that shows no sign of life for a second, which it does every 0.3 seconds.
+STANDSTILL_SECONDS = 0.8
+# EX_TEMPFAIL of sysexits.h.
+STANDSTILL_STATUS = 75
 
 # Fills output_ids to the same length, as TensorRT-LLM's does.
 PADDING = -1
@@ -110,6 +118,28 @@ def tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
 def end_ids(parameters: Mapping[str, str]) -> tuple[int, ...]:
     """Return the end tokens in a configuration's ``end_ids``; none where it is unset."""
     return tuple(int(number) for number in parameters.get("end_ids", "").split(",") if number)
+
+
+@contextlib.contextmanager
+def ends_after_standstill() -> Iterator[None]:
+    """End this process if it got no CPU time for most of a second while it made responses.
+
+    The machine may have been paused, or overloaded. Triton 2.51 has given the process up then, and would
+    take its responses for those to the next requests, of other clients. What is made here must not wait for
+    anything else; a disk is waited for only by imports.
+    """
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    used = time.process_time()
+    modules = len(sys.modules)
+    yield
+    elapsed = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    idle = elapsed - (time.process_time() - used)
+    if idle > STANDSTILL_SECONDS and len(sys.modules) == modules:
+        logger.error(
+            "no CPU time for %.1f s: ending, because Triton may take responses for those to other requests",
+            idle,
+        )
+        os._exit(STANDSTILL_STATUS)
 
 
 def forget_requests() -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,3 +279,28 @@ def test_a_response_without_its_end_token(
     assert found["sequence_length"].tolist() == kept_lengths
     assert stub.without_end_token(tensors, ()) is tensors
     assert stub.without_end_token({}, {6}) == {}
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "used", "imports", "ends"),
+    [
+        pytest.param(1.2, 0.1, False, True, id="it stood still"),
+        pytest.param(1.2, 1.1, False, False, id="it was at work"),
+        pytest.param(0.7, 0.0, False, False, id="not for long"),
+        pytest.param(1.2, 0.1, True, False, id="it waited for a disk"),
+    ],
+)
+def test_a_process_that_stood_still_while_it_made_responses_ends(
+    elapsed: float, used: float, imports: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that was paused: Triton would take them for those to the next requests."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    clock = iter([100.0, 100.0 + elapsed])
+    processor = iter([5.0, 5.0 + used])
+    monkeypatch.setattr(time, "clock_gettime", lambda _: next(clock))
+    monkeypatch.setattr(time, "process_time", lambda: next(processor))
+    with stub.ends_after_standstill():
+        if imports:
+            monkeypatch.setitem(sys.modules, "read_from_a_slow_disk", stub)
+    assert statuses == ([stub.STANDSTILL_STATUS] if ends else [])
