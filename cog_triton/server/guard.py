@@ -594,6 +594,9 @@ def sweep() -> None:
             if os.fstat(lock.fileno()).st_uid != os.getuid():
                 continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock.fileno()).st_nlink == 0:
+                # Another process has just removed all of it.
+                continue
             logging.getLogger("tritonserver").warning(
                 "cleaning up after a killed server (%s)", file.name
             )

@@ -189,6 +189,8 @@ class Serving:
         """Run the server until all that it started has ended; return 130 after Ctrl-C, 1 after an error."""
         # To wait for all that the server starts.
         adopt_orphans()
+        # Of ``sweep``, which also finds what other servers left.
+        logging.getLogger("tritonserver").addHandler(self._report)
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         for number in ENDING:
@@ -250,7 +252,7 @@ class Serving:
         else:
             starting = self._stage == "starting"
             self._report.say("stopped before it was ready" if starting else "stopped at once")
-            # That was its last line; the log may have more.
+            # That was the last line; the log and ``sweep`` may have more.
             self._report.setLevel(logging.CRITICAL)
             self._end_at_once()
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,58 @@ report = Report(sys.stderr, os.environ)
 report.setLevel("DEBUG")
 sys.exit(asyncio.run(Serving(report, "", 1.0).run(["yes", "a line"], os.environ)))
 """
+
+
+BESIDE_ABANDONED = """
+import asyncio, os, sys
+from pathlib import Path
+from cog_triton.server import guard
+from cog_triton.terminal.serving import Report, Serving
+directory, form, *command = sys.argv[1:]
+guard.SHARED_MEMORY = Path(directory)
+report = Report(sys.stderr, os.environ, machine=form == "json")
+sys.exit(asyncio.run(Serving(report, "", 1.0).run(command, os.environ)))
+"""
+LOCK = "cog_triton_1_1_abandoned_lock"
+
+
+def beside_abandoned(directory: Path, form: str, *command: str) -> subprocess.Popen[str]:
+    """Serve, in place of Cog's server by a command, on a machine where another server was killed."""
+    (directory / LOCK).touch()
+    arguments = [sys.executable, "-c", BESIDE_ABANDONED, str(directory), form, *command]
+    return subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_another_server_left_is_removed_before_the_reason_of_the_end(
+    form: str, tmp_path: Path
+) -> None:
+    with beside_abandoned(tmp_path, form, "false") as process:
+        _, shown = process.communicate()
+    lines = shown.splitlines()
+    if form == "json":
+        written = [json.loads(line) for line in lines]
+        lines = [f"{line['level']} {line['fields']['message']}" for line in written]
+        labels = ("WARN", "ERROR")
+    else:
+        labels = ("warning:", "error:")
+    assert lines == [
+        f"{labels[0]} cleaning up after a killed server ({LOCK})",
+        f"{labels[1]} Cog's server ended with exit status 1",
+    ]
+    assert process.returncode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_server_left_is_removed_silently_after_the_last_line(tmp_path: Path) -> None:
+    with beside_abandoned(tmp_path, "json", "sh", "-c", "echo runs; exec sleep 3600") as process:
+        assert process.stderr is not None
+        assert json.loads(process.stderr.readline())["fields"]["message"] == "runs"
+        process.send_signal(signal.SIGINT)
+        (last,) = process.stderr
+        assert json.loads(last)["fields"]["message"] == "stopped before it was ready"
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_last_line_says_that_it_was_stopped_however_much_was_logged() -> None:

@@ -1,6 +1,7 @@
 """The guard, with real processes in the places of tritonserver, its stubs and its ranks."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -215,6 +216,37 @@ def test_a_lock_that_cannot_be_written_leaves_no_file_and_no_descriptor(
         guard.hold(tmp_path / "cog_triton_1_lock", "/tmp/runtime")
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
+
+
+def test_a_sweep_removes_a_server_only_when_nobody_holds_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "SHARED_MEMORY", tmp_path)
+    prefix = f"{guard.PREFIX}swept_{os.getpid()}_"
+    lock = guard.hold(tmp_path / f"{prefix}{guard.LOCK}")
+    (tmp_path / f"{prefix}region").touch()
+    guard.sweep()
+    assert len(os.listdir(tmp_path)) == 2
+    assert caplog.messages == []
+    os.close(lock)
+    guard.sweep()
+    assert os.listdir(tmp_path) == []
+    assert caplog.messages == [f"cleaning up after a killed server ({prefix}{guard.LOCK})"]
+
+
+def test_what_another_sweep_has_just_removed_is_not_removed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / f"{guard.PREFIX}swept_{os.getpid()}_{guard.LOCK}"
+    file.touch()
+
+    def lock_after_removal(*_: object) -> None:
+        file.unlink()
+
+    monkeypatch.setattr(guard, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lock_after_removal)
+    guard.sweep()
+    assert caplog.messages == []
 
 
 def test_a_rank_that_ends_by_itself_has_failed(tmp_path: Path) -> None:
