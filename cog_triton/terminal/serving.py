@@ -181,6 +181,8 @@ class Serving:
         # Later "ready", "stopping" or "failed".
         self._stage = "starting"
         self._interrupted = False
+        # The line that says that all was stopped at once.
+        self._has_said_last = False
         # Why the server ended: the last line of Python's, and the error of Cog's.
         self._last = ""
         self._error = ""
@@ -223,6 +225,8 @@ class Serving:
         return int(self._stage == "failed")
 
     def _note(self, line: Line) -> None:
+        if self._has_said_last:
+            return
         fields = line["fields"]
         text = fields["message"]
         if text == "Worker initialization failed":
@@ -252,7 +256,8 @@ class Serving:
         else:
             starting = self._stage == "starting"
             self._report.say("stopped before it was ready" if starting else "stopped at once")
-            # That was the last line; the log and ``sweep`` may have more.
+            # The log and ``sweep`` may have more.
+            self._has_said_last = True
             self._report.setLevel(logging.CRITICAL)
             self._end_at_once()
 

@@ -227,7 +227,9 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         there = terminal.stop(CTRL_C)
         # A shell makes 130 of it. On a busy machine make itself may miss the signal and end with 0.
         assert terminal.status() in (-signal.SIGINT, 0)
-        assert terminal.text[before:].replace("^C", "").replace("\r\x1b[K", "").splitlines() == [
+        end = terminal.text[before:].replace("^C", "").replace("\r\x1b[K", "").splitlines()
+        # Where Triton takes longer than that, its starter cleans up, also after other servers.
+        assert [line for line in end if "cleaning up after a killed server" not in line] == [
             "waiting for Triton to stop, at most 10 s (TRITON_STOP_TIMEOUT); "
             "Ctrl-C again stops at once"
         ]
@@ -238,7 +240,8 @@ def test_ctrl_c_lets_streams_end_and_a_second_does_not(demo_model: Path, tmp_pat
     environment = simulated(demo_model, SIMULATED_INTER_TOKEN_MS="20", DRAIN_SECONDS="3600")
     with Terminal(SERVE, environment, tmp_path) as terminal:
         terminal.wait_for("ready:")
-        with stream(environment, 5000), stream(environment, 100) as events:
+        # The second has to run until the server has been told to stop: for two seconds on a quick machine.
+        with stream(environment, 5000), stream(environment, int(limit(100))) as events:
             there = terminal.stop(CTRL_C)
             terminal.wait_for(
                 "waiting for 2 predictions, at most 3600 s (DRAIN_SECONDS); Ctrl-C again"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.terminal.serving import LogReader, Report, line_of
+from cog_triton.terminal.serving import CLEAR_LINE, LogReader, Report, Serving, line_of
 from tests.support import ROOT
 
 
@@ -147,6 +147,24 @@ def test_a_stream_that_nobody_reads_any_more_ends_nothing(machine: bool) -> None
     reader, writer = os.pipe()
     os.close(reader)
     Report(os.fdopen(writer, "w"), {}, machine=machine).say("x")
+
+
+def test_nothing_follows_a_second_ctrl_c_not_even_what_the_first_one_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server's line may be read after both."""
+    stream = Terminal()
+    serving = Serving(Report(stream, {"TERM": "dumb"}), "", stop_seconds=1.0)
+    serving._stage = "stopping"
+    monkeypatch.setattr(serving, "_end_at_once", lambda: None)
+    monkeypatch.setattr(serving, "_end_after", lambda _: None)
+    waits = line_of("INFO", "cog_triton.api.cog.front", "waiting for 2 predictions")
+    waits["fields"]["stops_within"] = 34.0
+    serving._note(waits)
+    serving._signalled(signal.SIGINT)
+    serving._note(waits)
+    shown = stream.getvalue().replace(CLEAR_LINE, "").splitlines()
+    assert shown == ["waiting for 2 predictions; Ctrl-C again stops at once", "stopped at once"]
 
 
 FLOODED = """
