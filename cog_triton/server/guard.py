@@ -13,8 +13,9 @@ ROLE is one of these; SHM_PREFIX and TEMPORARY_DIRECTORY may be empty:
 The starter holds the other end of standard input. When that closes, because it stops or was killed, the
 server gets SIGTERM, a bounded wait, and then SIGKILL for all its descendants; its shared memory and the
 temporary directory are removed. A parent-death signal would reach no grandchildren. The starter may also
-write ``STOP``, the same as closing; and ``KILL`` for a server that hangs, or that after a stop has answered
-every request. A stub that ends with a status other than 0 ends the server: Triton 2.51 waits forever.
+write ``STOP``, the same as closing; ``KILL`` for a server that hangs, or that after a stop has answered
+every request; and ``READY`` when every model has been loaded. A stub that ends with a status other than 0
+ends the server: Triton 2.51 waits forever.
 
 A rank above 0 begins with SIGTERM ignored: TensorRT-LLM's waits for rank 0 before tritonserver handles the
 signal, which would kill it in the middle of what rank 0 is finishing. A rank is stopped by a signal, or by
@@ -63,6 +64,7 @@ _TRACKER = b"multiprocessing.resource_tracker"
 
 STOP = b"s"
 KILL = b"k"
+READY = b"r"
 
 # Lines of the log, which the starter reads
 
@@ -77,6 +79,8 @@ GIVEN_UP = "its process got no CPU time for a second while loading, so tritonser
 LOOK_SECONDS = 0.2
 # Between two looks at the system calls of its threads, which are many.
 COUNT_SECONDS = 25 * LOOK_SECONDS
+# In which a stub that does nothing ends, once every model has been loaded: its model is unloaded.
+UNLOAD_SECONDS = 60.0
 # Ticks of the processor, of ten milliseconds, that a stub which only waits may use between two counts.
 IDLE_TICKS = 1
 # For a server that has answered every request to write its last output.
@@ -323,6 +327,14 @@ def _is_at_work(pid: int) -> bool:
     return False
 
 
+class _Wait(NamedTuple):
+    """Triton's wait for the end of a stub that does nothing."""
+
+    since: float
+    # The ticks of the processor that the stub had used then.
+    used: int
+
+
 # The guard
 
 
@@ -346,8 +358,10 @@ class _Guard:
         self._models: dict[int, str] = {}
         # Stubs that had failed at the last look.
         self._failed: set[int] = set()
-        # Stubs whose end Triton waited for at the last count, and the ticks that each had used then.
-        self._awaited: dict[int, int] = {}
+        # Stubs whose end Triton waited for at the last count.
+        self._awaited: dict[int, _Wait] = {}
+        # Every model has been loaded.
+        self._is_ready = False
         self._next_count = 0.0
         for number in (*_STOP_SIGNALS, _GROUP_STOP):
             # Not SIG_IGN, which the server would inherit.
@@ -414,7 +428,9 @@ class _Guard:
         order = b"" if self._is_rank else os.read(self._starter, 1)
         if not order:
             self._starter = None
-        if order in (b"", STOP):
+        if order == READY:
+            self._is_ready = True
+        elif order in (b"", STOP):
             self._stop()
         elif self._deadline is None:
             self._log_failed_stubs()
@@ -459,9 +475,10 @@ class _Guard:
         if self._deadline is not None:
             self._look_at_stop(stubs)
             return
-        if time.monotonic() >= self._next_count:
-            self._next_count = time.monotonic() + COUNT_SECONDS
-            self._end_with_stub_given_up(servers, processes)
+        now = time.monotonic()
+        if now >= self._next_count:
+            self._next_count = now + COUNT_SECONDS
+            self._end_with_stub_given_up(servers, processes, now)
         self._end_with_failed_stub(stubs)
 
     def _end_ranks_without_guard(self, processes: Iterable[_Process]) -> None:
@@ -505,18 +522,24 @@ class _Guard:
             self._kill()
 
     def _end_with_stub_given_up(
-        self, servers: Iterable[int], processes: dict[int, _Process]
+        self, servers: Iterable[int], processes: dict[int, _Process], now: float
     ) -> None:
-        """Kill a server that has waited since the last count for the end of a stub that does nothing.
+        """Kill a server that waits for the end of a stub which does nothing: it would wait forever.
 
         A stub that Triton has told to end, because its model is unloaded or has failed, may take longer on
         a busy machine: it uses the processor, or waits for it.
         """
         before = self._awaited
+        patience = UNLOAD_SECONDS if self._is_ready else COUNT_SECONDS
         awaited = {pid for server in servers for pid in _awaited_children(server)}
-        self._awaited = {pid: _used(pid, processes) for pid in awaited & self._models.keys()}
-        for pid, used in self._awaited.items():
-            if pid in before and used - before[pid] <= IDLE_TICKS and not _is_at_work(pid):
+        self._awaited = {}
+        for pid in awaited & self._models.keys():
+            used = _used(pid, processes)
+            wait = before.get(pid)
+            if wait is None or used - wait.used > IDLE_TICKS or _is_at_work(pid):
+                wait = _Wait(since=now, used=used)
+            self._awaited[pid] = wait
+            if now - wait.since >= patience:
                 # In the words of Triton.
                 _log(f"failed to load '{self._models[pid]}' version 1: {GIVEN_UP}")
                 self._kill()

@@ -124,6 +124,8 @@ class TritonServer:
             self.stop()
             raise
         self._started = True
+        if self.alive:
+            self._tell_guard(guard.READY)
         # Triton makes them readable for all, whatever the umask. All are there before the first request.
         for region in guard.SHARED_MEMORY.glob(f"{self.shm_prefix}*"):
             region.chmod(0o600)

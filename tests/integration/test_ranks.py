@@ -198,8 +198,8 @@ def test_the_death_of_what_holds_the_ranks_ends_them(
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not server.alive, SECONDS, "the end of the group")
     wait_until(lambda: not processes(server.shm_prefix), SECONDS, "the end of the ranks")
-    assert not left_of(server.shm_prefix)
-    # Its starter removes it when the guard of the group is killed.
+    # Its starter removes both when the guard of the group is killed.
+    wait_until(lambda: not left_of(server.shm_prefix), SECONDS, "the shared memory's removal")
     wait_until(lambda: not (tmp_path / "runtime").exists(), SECONDS, "the directory's removal")
 
 

@@ -98,14 +98,15 @@ os.waitpid(subprocess.Popen(sys.argv[1:]).pid, 0)
 
 
 @pytest.mark.parametrize(
-    ("stub", "is_killed"),
+    ("stub", "is_ready", "is_killed"),
     [
-        pytest.param("while time.process_time() < 2: pass", False, id="it is at work"),
-        pytest.param("time.sleep(600)", True, id="it does nothing"),
+        pytest.param("while time.process_time() < 2: pass", False, False, id="it is at work"),
+        pytest.param("time.sleep(600)", False, True, id="it does nothing"),
+        pytest.param("time.sleep(2)", True, False, id="it does nothing, and its model is unloaded"),
     ],
 )
 def test_a_server_that_waits_for_the_end_of_a_stub(
-    stub: str, is_killed: bool, tmp_path: Path
+    stub: str, is_ready: bool, is_killed: bool, tmp_path: Path
 ) -> None:
     """The end of a stub that is unloaded takes seconds on a busy machine."""
     interpreters = [tmp_path / guard.SERVER, tmp_path / guard.STUB]
@@ -126,7 +127,11 @@ def test_a_server_that_waits_for_the_end_of_a_stub(
     guarding = [sys.executable, "-c", textwrap.dedent(program)]
     pipe = subprocess.PIPE
     with subprocess.Popen(guarding, stdin=pipe, stderr=pipe, cwd=ROOT, text=True) as process:
+        assert process.stdin is not None
         assert process.stderr is not None
+        if is_ready:
+            process.stdin.write(guard.READY.decode())
+            process.stdin.flush()
         said = process.stderr.read()
         status = process.wait(60)
     assert (guard.GIVEN_UP in said) == is_killed, said
