@@ -121,8 +121,11 @@ class TritonPythonModel:
         # It may still be read from a disk. Its error is each request's.
         with contextlib.suppress(Exception):
             self._tokenizer.get()
-        with stub.ends_after_standstill():
-            return [self._respond(request) for request in requests]
+        responses = []
+        for request in requests:
+            with stub.ends_after_standstill():
+                responses.append(self._respond(request))
+        return responses
 
     def finalize(self) -> None:
         self._tokenizer.close()

@@ -295,8 +295,8 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any]:
         """Return the responses of a batch in one message; None for one that is answered later."""
         responses: list[Any] = []
-        with stub.ends_after_standstill():
-            for request in requests:
+        for request in requests:
+            with stub.ends_after_standstill():
                 inputs = stub.arrays(request.inputs())
                 slow = self._slow_requests_for(inputs)
                 if slow is None:

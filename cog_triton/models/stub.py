@@ -122,11 +122,12 @@ def end_ids(parameters: Mapping[str, str]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def ends_after_standstill() -> Iterator[None]:
-    """End this process if it got no CPU time for most of a second while it made responses.
+    """End this process if it got no CPU time for most of a second while it made a response.
 
     The machine may have been paused, or overloaded. Triton 2.51 has given the process up then, and would
     take its responses for those to the next requests, of other clients. What is made here must not wait for
-    anything else; a disk is waited for only by imports.
+    anything else; a disk is waited for only by imports. And it takes milliseconds: on a busy machine, the
+    waits of a whole batch add up to a second, none of which Triton would mind.
     """
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     used = time.process_time()

@@ -1,7 +1,9 @@
 """Prompts and words to ids, and back; refusals are in tests/integration/test_malformed_requests.py."""
 
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,6 +389,21 @@ def slow_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TritonPythonMo
     model.initialize({})
     yield model, noted
     model.finalize()
+
+
+def test_a_batch_on_a_busy_machine_is_no_standstill(
+    slow_model: tuple[TritonPythonModel, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request waits for the processor, none for as long as Triton would mind."""
+    model, noted = slow_model
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 0.5 * len(noted))
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    responses = model.execute([stub_request(inputs("y"), ["INPUT_ID"], Sender()) for _ in range(8)])
+    assert not any(response.has_error() for response in responses)
+    assert len(noted) == 8
+    assert statuses == []
 
 
 @pytest.mark.parametrize("kind", SLOW_REQUESTS)
