@@ -142,7 +142,7 @@ test-rare: $(DEVELOPED)
 
 # The fast part: no Triton, no Cog and no model that computes.
 test-unit: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n logical -m "not rare" tests/unit
+	$(BIN)/python -m pytest -q -n logical --dist loadgroup -m "not rare" tests/unit
 
 # OpenAI's API with third-party clients and routers. GuideLLM, Ray and the frameworks need other versions of
 # NumPy, uvicorn and openai, so each has a separate environment.

@@ -1,3 +1,4 @@
+import argparse
 import contextlib
 import gc
 import importlib
@@ -27,6 +28,8 @@ from tests.support import regions_left, wait_until
 from tools.demo_model import DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[1]
+UNIT_DIRECTORY = ROOT / "tests/unit"
+MOST_PROCESSES = 4
 sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -64,8 +67,8 @@ def pytorch_for_all_tests_or_for_none(request: pytest.FixtureRequest) -> Iterato
         for module in (deployment, transformers_checks, stub):
             patch.setattr(module, "without_torch", lambda: None)
         list_models_once_imported()
-        unit_tests = ROOT / "tests/unit"
-        is_unit_run = all(item.path.is_relative_to(unit_tests) for item in request.session.items)
+        items = request.session.items
+        is_unit_run = all(item.path.is_relative_to(UNIT_DIRECTORY) for item in items)
         if is_unit_run and "torch" not in sys.modules:
             patch.setitem(sys.modules, "torch", None)
         yield
@@ -106,6 +109,27 @@ def certificates_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", create_default_context)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run all unit tests in several processes: no test of them needs what another one has started."""
+    if config.pluginmanager.hasplugin("xdist") and uses_all_cores(config.args, config.option):
+        config.option.numprocesses = "logical"
+        config.option.maxprocesses = MOST_PROCESSES
+        config.option.dist = "loadgroup"
+
+
+def uses_all_cores(arguments: Sequence[str], options: argparse.Namespace) -> bool:
+    """Return whether a run is one of all unit tests, of which nobody says where or how they run."""
+    is_unit_run = [Path(argument).resolve() for argument in arguments] == [UNIT_DIRECTORY]
+    is_watched = options.usepdb or options.capture == "no" or options.collectonly
+    is_told = options.numprocesses is not None
+    # A process of such a run calls this too, with the same arguments: it must start no others.
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_watched or is_told or is_worker:
+        return False
+    return is_unit_run and (os.cpu_count() or 1) > 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
