@@ -125,7 +125,9 @@ def integration_tests(file: Path) -> list[Path]:
 
 def failure(checkout: Path, tests: list[Path]) -> str | None:
     """Run tests in a copy of the checkout; return the first that fails, or None."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rare", *map(str, tests)]
+    # In one process: a mutation may hang, and then nothing may be left of the run.
+    options = ["-q", "-x", "-n", "0", "-m", "not rare"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, tests)]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
