@@ -20,6 +20,7 @@ from cog_triton.api.cog.front import EXIT_STATUS, Front
 from cog_triton.api.cog.messages import VARIABLE
 from cog_triton.api.cog.predictions import Predictions
 from cog_triton.api.cog.replicate import kept, routes
+from cog_triton.api.cog.replicate.creation import _webhook_fields
 from cog_triton.api.cog.replicate.kept import Kept
 from cog_triton.api.cog.replicate.routes import Replicate
 from cog_triton.settings import read_settings
@@ -227,3 +228,13 @@ async def test_a_front_that_does_not_listen_any_more_fails(
     predictions.files.remove_all()
     for descriptor in (never_readable, writer):
         os.close(descriptor)
+
+
+def test_replicates_older_name_of_a_webhook_is_one_for_the_end() -> None:
+    older = {"webhook_completed": "https://a.example", "input": {}}
+    assert _webhook_fields(older) == {
+        "webhook": "https://a.example",
+        "webhook_events_filter": ["completed"],
+    }
+    both = {"webhook_completed": None, "webhook": "https://b.example"}
+    assert _webhook_fields(both) == {"webhook": "https://b.example"}
