@@ -90,20 +90,28 @@ async def test_pieces_come_as_they_are_made_and_those_that_pile_up_are_one() -> 
 async def test_the_front_gets_each_text_at_once_and_cog_those_of_a_while_as_one(
     front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_stream, "_COGS_SECONDS", 0.01)
+    monkeypatch.setattr(live_stream, "_COGS_SECONDS", 3600)
     source = Source()
     pieces = started(source.texts(4), "x")
     for i in range(4):
         source.let.release()
         message = await asyncio.to_thread(front.recv, 1000)
         assert json.loads(message) == ["texts", ["x", 2 * i, f"{i} "]]
-        if i == 0:
-            assert await asyncio.to_thread(next, pieces) == "0 "
-            monkeypatch.setattr(live_stream, "_COGS_SECONDS", 3600)
     live_stream._texts.extend([("y", 0, "a" * 900)] * 100)  # more than one message may have
     live_stream._tell_texts()
     assert [len(json.loads(front.recv(1 << 17))) for _ in range(2)] == [65, 37]
-    assert await rest(pieces) == ["1 2 3 "]
+    assert await rest(pieces) == ["0 1 2 3 "]
+
+
+@pytest.mark.usefixtures("front")
+async def test_cog_gets_texts_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_stream, "_COGS_SECONDS", 0.01)
+    source = Source()
+    pieces = started(source.texts(2), "x")
+    for text in ("0 ", "1 "):
+        source.let.release()
+        assert await asyncio.to_thread(next, pieces) == text
+    assert await rest(pieces) == []
 
 
 async def test_texts_that_cannot_be_sent_hold_no_later_ones_back(front: socket.socket) -> None:
