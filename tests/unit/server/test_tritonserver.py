@@ -1,6 +1,7 @@
 """Where tritonserver is found, its environment and its ports; that it runs is in tests/integration."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -91,6 +92,15 @@ def test_a_server_that_hangs_without_its_port_is_not_waited_for(
         with pytest.raises(TritonPortTaken, match="tritonserver: failed to start HTTP service"):
             server._wait_until_ready()
         server._process.kill()
+
+
+def test_a_server_listens_until_its_port_is_closed(tmp_path: Path) -> None:
+    server = TritonServer(tmp_path, tmp_path, read_settings({}))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server.endpoints = Endpoints("127.0.0.1", http_port=port, grpc_port=0, metrics_port=0)
+        assert server.listens()
+    assert not server.listens()
 
 
 def test_two_stops_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
