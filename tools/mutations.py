@@ -144,7 +144,8 @@ def failure(checkout: Path, tests: list[Path]) -> str | None:
     if done.returncode == 0:
         return None
     for line in done.stdout.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
+        # The line of a log may begin with ERROR, too.
+        if line.startswith(("FAILED tests/", "ERROR tests/")):
             return line.split()[1]
     return f"pytest, which ended with {done.returncode}"
 
