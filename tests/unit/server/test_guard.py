@@ -260,3 +260,15 @@ def test_a_rank_that_ends_by_itself_has_failed(tmp_path: Path) -> None:
     _, said = rank.communicate(timeout=60)
     assert rank.returncode == 1
     assert guard.RANK_ENDED.format(rank=1, status=0) in said
+
+
+@pytest.mark.parametrize(("role", "ignores"), [("server", False), ("0", False), ("1", True)])
+def test_only_a_rank_above_0_begins_with_sigterm_ignored(
+    role: str, ignores: bool, tmp_path: Path
+) -> None:
+    """TensorRT-LLM's handles it later, and until then rank 0 is finishing."""
+    with start(tmp_path, role, "grep", "^SigIgn:", "/proc/self/status") as process:
+        assert process.stdout is not None
+        _, mask = process.stdout.read().split()
+    ignored = int(mask, 16)
+    assert bool(ignored & 1 << (signal.SIGTERM - 1)) is ignores

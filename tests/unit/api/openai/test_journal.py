@@ -36,6 +36,18 @@ pytestmark = pytest.mark.anyio
 NOTES = "CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"
 COUNTED_NOTES = CountedTable("notes", "(100 + length({row}.text))", ("text",))
 INSERT = "INSERT INTO notes VALUES ('', ?, ?)"
+
+
+async def test_the_write_ahead_log_of_an_idle_file_is_cut_further(file: Path) -> None:
+    wal = Path(f"{file}-wal")
+    async with opened(file, max_bytes=1 << 22) as journal:
+        most = journal.limits.max_wal_bytes // 4
+        while not wal.exists() or wal.stat().st_size <= most:
+            await journal.write(insert("x" * (1 << 12), time.time()))
+        await journal.shrink_wal()
+        assert wal.stat().st_size <= most
+
+
 OF_KEY = "INSERT INTO notes VALUES (?, ?, ?)"
 TEXTS = "SELECT text FROM notes ORDER BY rowid"
 PROGRAM = """
