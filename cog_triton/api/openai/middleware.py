@@ -53,6 +53,13 @@ class CallMiddleware:
         is_open = call.path in self._open_paths
         is_limited = scope["method"] == "POST" and not is_open and batch_call is None
         keys = None if is_open or batch_call is not None else served.keys
+        is_counted = False
+
+        def leave_quotas() -> None:
+            nonlocal is_counted
+            if is_counted:
+                is_counted = False
+                served.quotas.leave(call.key, call.input_tokens + call.output_tokens)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,11 +69,13 @@ class CallMiddleware:
                     *_id_headers(request_id, call.path),
                     *(served.quotas.headers(call.key) if is_limited else ()),
                 ]
+            elif not message.get("more_body"):
+                # A client that has its whole answer may send the next request at once.
+                leave_quotas()
             await send(message)
 
         token = CURRENT.set(call)
         end_span = begin_span(served.tracer, headers)
-        is_counted = False
         try:
             if keys is not None:
                 call.key = _key(keys, headers)
@@ -80,8 +89,7 @@ class CallMiddleware:
             await error_response(client_error(error))(scope, receive, send_noted)
         finally:
             CURRENT.reset(token)
-            if is_counted:
-                served.quotas.leave(call.key, call.input_tokens + call.output_tokens)
+            leave_quotas()
             served.figures.on_end(call)
             log_call(call)
             end_span(call)

@@ -169,7 +169,9 @@ def test_empty_environments_go_unless_a_living_server_may_have_made_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(guard, "SERVER", "tritonserver_")  # of this test alone
+    # Of this test alone, also among those of other runs on the machine; Linux keeps 15 characters.
+    name = f"triton_{os.getpid()}"
+    monkeypatch.setattr(guard, "SERVER", name)
     left = tmp_path / "python_env_aBcD12"
     used = tmp_path / "python_env_eFgH34"
     kept = [used, tmp_path / "python_env_full12", tmp_path / "another_directory"]
@@ -177,11 +179,11 @@ def test_empty_environments_go_unless_a_living_server_may_have_made_them(
         directory.mkdir()
     (tmp_path / "python_env_full12" / "file").touch()
     os.utime(left, (1, 1))
-    server = tmp_path / "tritonserver_"
+    server = tmp_path / name
     server.symlink_to(shutil.which("sleep") or "")
     with subprocess.Popen([server, "60"]) as process:
         try:
-            wait_until(lambda: read_name(process.pid) == "tritonserver_", 60, "the exec")
+            wait_until(lambda: read_name(process.pid) == name, 60, "the exec")
             just_before = time.time() - 0.5
             os.utime(used, (just_before, just_before))
             guard.remove_environments()

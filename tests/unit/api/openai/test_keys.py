@@ -3,13 +3,17 @@
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.keys import RELOAD_SECONDS, Key, Keys, digest_of, parsed_keys
 from cog_triton.api.openai.quotas import Quotas
 from cog_triton.errors import ConfigurationError
+from tests.unit.api.openai.support import CHUNKS, TEXT, Backend, application, served
 
 HASH = hashlib.sha256(b"sk-a").hexdigest()
 
@@ -135,3 +139,34 @@ def test_so_many_requests_and_tokens_a_minute() -> None:
     with pytest.raises(ApiError, match="6 requests per minute"):
         quotas.enter(key)
     assert quotas.headers(Key("b", b"")) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_with_one_request_at_a_time_may_ask_again_at_the_last_byte(
+    stream: bool, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one sk-one max_running=1\n")
+    keys.chmod(0o600)
+    app = application(served(Backend(*CHUNKS, OPENAI_API_KEYS_FILE=str(keys))))
+    headers = {"Authorization": "Bearer sk-one"}
+    statuses: list[int] = []
+
+    async def ask(app: ASGIApp, **fields: Any) -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "x", **fields}
+            reply = await client.post(TEXT, headers=headers, json=body)
+        statuses.append(reply.status_code)
+
+    async def ask_again_at_the_end(scope: Scope, receive: Receive, send: Send) -> None:
+        async def ask_and_send(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await ask(app)
+            await send(message)
+
+        await app(scope, receive, ask_and_send)
+
+    await ask(ask_again_at_the_end, stream=stream)
+    assert statuses == [200, 200]
