@@ -29,7 +29,7 @@ _LIST = r"^({0})(,({0}))*$"
 _ORIGINS = r"^[\s,]*((\*|null|[a-z][a-z0-9+.-]*://[^\s,/?#@]+/?)([\s,]+|$))*$"
 # Not health and inference: without them nothing runs.
 _TRITON_APIS = "shared-memory|trace|logging|model-repository|model-config|statistics|metadata"
-# What a user writes for a file that is not to be, or for the default one; deploy/helm has the first, too.
+# Values of STORE that turn it off, or on with the default file. deploy/helm has the first ones, too.
 _OFF = frozenset(("0", "false", "no", "none", "off"))
 _ON = frozenset(("1", "true", "yes", "on"))
 
@@ -643,7 +643,7 @@ class Settings(BaseModel):
         if store.lower() in _OFF:
             return None
         if store.lower() in _ON:
-            # Who writes STORE=1 as the opposite of STORE=0 wants no file of the name 1.
+            # STORE=1 is meant as the opposite of STORE=0, not as a file called 1.
             store = str(Settings.model_fields["store"].default)
         file = os.path.expanduser(store)
         return None if file.startswith("~") else Path(file)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cog_triton.server.devices import installed_torch
+from cog_triton.server.devices import torch_for_cpus
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.chat import has_chat_template
@@ -130,9 +130,7 @@ def device_of(engine: str, variables: Mapping[str, object]) -> str | None:
     device = str(variables.get("device") or "auto")
     if engine == "transformers" and device != "auto":
         return device
-    torch = installed_torch()
-    is_for_cpus = torch is not None and torch.for_cpus
-    return "cuda" if GPU and not is_for_cpus else "cpu"
+    return "cuda" if GPU and torch_for_cpus() is None else "cpu"
 
 
 def dtype_of(engine: str, variables: Mapping[str, object], checkpoint: Checkpoint) -> str | None:

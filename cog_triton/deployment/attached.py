@@ -180,7 +180,7 @@ class RunningTriton:
         self._settings = settings
         self._address = address
         self._on_given_up = on_given_up
-        # Who started it was told to.
+        # Whoever started this Triton has been asked to replace it.
         self._is_to_be_replaced = False
         self.current = self._connected()
         self.running = self
@@ -249,7 +249,7 @@ class RunningTriton:
         return client
 
     def _ask_for_another(self, model: str) -> None:
-        """Have a Triton that gave up the process of a model replaced, if there is somebody to do it."""
+        """Ask whoever started this Triton, if anybody, to replace it: it gave up the process of a model."""
         if self._on_given_up is not None:
             self._is_to_be_replaced = True
             self._on_given_up(model)

@@ -17,7 +17,7 @@ from cog_triton.deployment.checkpoint import (
     read_json,
 )
 from cog_triton.errors import ConfigurationError
-from cog_triton.server.devices import installed_torch, problem_here
+from cog_triton.server.devices import problem_here, torch_for_cpus
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
@@ -122,8 +122,8 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
         device = problem_here(settings)
         if device is not None:
             yield device
-        torch = installed_torch()
-        if runtimes.gpu and settings.device == "auto" and torch is not None and torch.for_cpus:
+        torch = torch_for_cpus() if runtimes.gpu and settings.device == "auto" else None
+        if torch is not None:
             logger.warning(
                 "PyTorch %s is a build for CPUs: this machine's GPU is not used", torch.version
             )

@@ -166,7 +166,7 @@ class Supervisor:
         await asyncio.wait([self._supervision])
 
     def kill_because_given_up(self, model: str) -> None:
-        """Kill the running server, if there is one, of which another process's request says so."""
+        """Kill the running server, if there is one: a request of another process got that error."""
         if self.running is not None:
             self.running.kill_because_given_up(model)
 

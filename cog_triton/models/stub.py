@@ -36,7 +36,7 @@ Inputs = Mapping[str, Array]
 
 logger = logging.getLogger(__name__)
 
-# Triton 2.51 gives up a process that shows no sign of life for a second, which it does every 0.3 seconds.
+# Triton 2.51 gives up a process that has shown no sign of life for a second; one is due every 0.3 seconds.
 STANDSTILL_SECONDS = 0.8
 # EX_TEMPFAIL of sysexits.h.
 STANDSTILL_STATUS = 75
@@ -125,9 +125,11 @@ def ends_after_standstill() -> Iterator[None]:
     """End this process if it got no CPU time for most of a second while it made a response.
 
     The machine may have been paused, or overloaded. Triton 2.51 has given the process up then, and would
-    take its responses for those to the next requests, of other clients. What is made here must not wait for
-    anything else; a disk is waited for only by imports. And it takes milliseconds: on a busy machine, the
-    waits of a whole batch add up to a second, none of which Triton would mind.
+    take its responses for those to the next requests, of other clients.
+
+    The block must wait for nothing but the processor; a block that imports, which may wait for a disk, is
+    let off. Use it for one request at a time: on a busy machine, the short waits of a whole batch add up to
+    a second, and Triton minds none of them.
     """
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     used = time.process_time()

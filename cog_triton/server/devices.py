@@ -44,6 +44,12 @@ def installed_torch() -> Torch | None:
     )
 
 
+def torch_for_cpus() -> Torch | None:
+    """Return the installed PyTorch if it is a build for CPUs, which uses no GPU of this machine."""
+    torch = installed_torch()
+    return torch if torch is not None and torch.for_cpus else None
+
+
 def gpu_count(devices: Path = Path("/dev")) -> int:
     """Return how many GPUs the NVIDIA driver has; 0 where it has no file for each, as under WSL."""
     return len(list(devices.glob("nvidia[0-9]*")))

@@ -41,7 +41,7 @@ from cog_triton.web.server import BACKLOG, Limits, Server
 
 # EX_SOFTWARE of sysexits.h: the worker has ended.
 EXIT_STATUS = 70
-# In which Cog's server ends by itself after its worker: one that says why it cannot go on, and one that was
+# How long Cog's server may take to end after its worker: when it cannot go on and says why, and when it was
 # told to end. On a busy machine, the end of its process takes seconds.
 _FAILURE_SECONDS = 1.0
 _END_SECONDS = 30.0

@@ -20,6 +20,7 @@ from cog_triton.deployment.announcement import (
     served,
     template_of,
 )
+from cog_triton.server import devices
 from cog_triton.server.devices import Torch
 from cog_triton.settings import read_settings
 from cog_triton.terminal.serving import ANNOUNCEMENT, CLEAR_LINE, CONVERSION, Report
@@ -107,7 +108,7 @@ def test_pytorch_for_cpus_computes_on_the_cpu_beside_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(announcement, "GPU", True)
-    monkeypatch.setattr(announcement, "installed_torch", lambda: Torch("2.13.0", cuda))
+    monkeypatch.setattr(devices, "installed_torch", lambda: Torch("2.13.0", cuda))
     model = write_model(tmp_path, config={"model_type": "llama"})
     assert f" on {engine}, {device}, float16;" in line_of(demo_model, engine, {"model": str(model)})
 

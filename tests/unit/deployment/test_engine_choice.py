@@ -14,6 +14,7 @@ from cog_triton.deployment.engine_choice import (
     resolve_engine,
 )
 from cog_triton.errors import ConfigurationError
+from cog_triton.server import devices
 from cog_triton.server.devices import Torch
 from cog_triton.settings import read_settings
 from tests.stand_in.engine import make_engine
@@ -254,7 +255,7 @@ def test_pytorch_for_cpus_beside_a_gpu_is_worth_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_choice, "installed_torch", lambda: Torch("2.13.0", cuda))
+    monkeypatch.setattr(devices, "installed_torch", lambda: Torch("2.13.0", cuda))
     here = Runtimes(tmp_path, None, gpu)
     assert not list(engine_choice.engine_problems("transformers", read_settings({}), here))
     assert ("PyTorch 2.13.0 is a build for CPUs" in caplog.text) == warned
