@@ -30,6 +30,10 @@ from cog_triton.web.bodies import off_loop
 
 logger = logging.getLogger("cog_triton.predict")
 
+# For Cog to forward the last lines of the log. It took less than 0.02 s in 48 failed starts, six at a
+# time on two cores; without it, 17 of 48 lost a line.
+_FORWARDING_SECONDS = 0.25
+
 
 def described_prompts(deployment: Deployment) -> str:
     """Return a log line that says how prompts are formatted."""
@@ -46,6 +50,15 @@ def described_prompts(deployment: Deployment) -> str:
 
 class Predictor(BaseRunner):
     async def setup(self, weights: Optional[str] = None) -> None:
+        try:
+            await self._set_up(weights)
+        except Exception:
+            # Cog's server forwards no more of the log once it knows that the setup failed, and the
+            # last lines may say why.
+            await asyncio.sleep(_FORWARDING_SECONDS)
+            raise
+
+    async def _set_up(self, weights: str | None) -> None:
         settings = read_settings()
         log_to(settings.log_level)
         if weights:
