@@ -210,6 +210,16 @@ def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image)
 
 
 @both
+def test_only_what_the_server_needs_is_copied_into_it(image: Image) -> None:
+    """A model in the working directory stays out, as do the tests and the environment there."""
+    copied = {path.name for path in (image.root / "src").iterdir()}
+    assert {"predict.py", "cog_triton", "triton_model_repo"} <= copied
+    rules = (ROOT / ".dockerignore").read_text().split()
+    assert copied <= {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert {path.name for path in ROOT.iterdir()} - copied >= {"tests", "docs", ".git"}
+
+
+@both
 def test_cogs_server_and_openais_beside_it(image: Image) -> None:
     """In a pod: Cog says there that it is ready. SIGTERM lets a stream end."""
     with serving(image, **ENGINES[image.engine], KUBERNETES_SERVICE_HOST="10.0.0.1") as container:

@@ -283,6 +283,13 @@ def test_webhooks_and_asynchronous_predictions(server: Server) -> None:
     assert (done["id"], done["status"]) == (reply.json()["id"], "succeeded")
 
 
+def test_the_log_has_the_url_of_a_webhook_that_failed(server: Server) -> None:
+    webhook = f"http://127.0.0.1:{free_port()}/{uuid4().hex}"
+    body = {"input": {}, "webhook": webhook, "webhook_events_filter": ["completed"]}
+    server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
+    wait_until(lambda: webhook in server.log.read_text(), 60, "the URL in the log")
+
+
 def test_what_is_no_prediction_passes_unchanged(server: Server) -> None:
     assert server.client.get("/health-check").json()["setup"]["status"] == "succeeded"
     schema = json.loads(FAKE.with_suffix(".json").read_text())

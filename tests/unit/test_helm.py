@@ -160,6 +160,32 @@ def test_services_policies_and_monitors_name_ports_that_there_are(helm: Path, sh
     assert {end["port"] for end in read} == ports - ({"http"} if shape == "cog" else set())
 
 
+ANY = {"podSelector": {}}
+DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_policy_lets_the_namespace_in_and_out_only_what_it_must(helm: Path, shape: str) -> None:
+    made = manifests(helm, shape=shape)
+    policy = made[f"NetworkPolicy/{RELEASE}"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    rules = {"ingress": [{"ports": [{"port": "http"}], "from": [ANY]}], "egress": [DNS]}
+    if shape == "dynamo":
+        # The frontend and the workers also talk to each other, and to etcd.
+        each_other = [{"podSelector": policy["podSelector"]}]
+        rules["ingress"].append({"from": each_other})
+        rules["egress"] += [{"to": each_other}, {"ports": [{"port": 2379}]}]
+    assert {kind: policy[kind] for kind in rules} == rules
+
+
+def test_a_policy_without_sources_lets_nobody_in(helm: Path) -> None:
+    hub = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 443}]}
+    values = {"networkPolicy": {"from": [], "egress": [hub]}}
+    policy = manifests(helm, shape="openai", **values)[f"NetworkPolicy/{RELEASE}"]["spec"]
+    assert not policy["ingress"]
+    assert policy["egress"] == [DNS, hub]
+
+
 async def predictors_metrics() -> str:
     async with served(0, Admission(1, 1, 1.0)) as port, httpx.AsyncClient(trust_env=False) as web:
         return (await web.get(f"http://127.0.0.1:{port}/metrics")).text

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import httpx
@@ -72,6 +73,23 @@ def command(argument: str) -> list[str]:
     words: list[str] = json.loads(argument.rpartition("CMD ")[2])
     assert words[0] == "python3"
     return [sys.executable, *words[1:]]
+
+
+def test_build_arguments_choose_the_base_image() -> None:
+    """docker build --build-arg; TRITON_IMAGE is also passed by the test that builds the Dockerfile."""
+
+    def base_image(**arguments: str) -> str:
+        variables: dict[str, str] = {}
+        for step in STEPS:
+            if step.name == "FROM":
+                return Template(step.argument).substitute(variables)
+            name, _, default = step.argument.partition("=")
+            variables[name] = arguments.get(name, Template(default).substitute(variables))
+        raise AssertionError("no FROM")
+
+    assert next(iter(IMAGES)).startswith(base_image(TRITON_VERSION="26.04"))
+    pinned = "nvcr.io/nvidia/tritonserver@sha256:0123"
+    assert base_image(TRITON_IMAGE=pinned, TRITON_VERSION="26.03") == pinned
 
 
 def test_compose_publishes_what_the_container_exposes() -> None:
