@@ -22,7 +22,8 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.adapters import make_adapter
-from tests.support import ROOT, START_TIMEOUT, free_port, limit, wait_until
+from tests.integration.conftest import Triton
+from tests.support import ROOT, START_TIMEOUT, children, free_port, limit, processes, wait_until
 
 pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
 pytestmark = pytest.mark.rare
@@ -80,6 +81,7 @@ def scale(directory: Path, **settings: str) -> Iterator[Scaled]:
             ready = f"ready: {server.url}".encode()
             wait_until(lambda: ready in log.read_bytes() or process.poll(), START_TIMEOUT, "start")
             assert process.poll() is None, log.read_text()
+            assert serving(server.url), "ready before both workers were"
             yield server
         finally:
             process.terminate()
@@ -186,20 +188,27 @@ def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: st
 
 
 @contextlib.contextmanager
-def router(scaled: Scaled, *options: str) -> Iterator[str]:
-    """A further frontend, which routes by KV cache."""
+def frontend(discovery: Path, *options: str, workers: int) -> Iterator[str]:
+    """A further frontend, once it lists so many workers."""
     host, port = "127.0.0.1", str(free_port())
     command = [sys.executable, "-m", "dynamo.frontend", "--http-host", host, "--http-port", port]
-    command += ["--discovery-backend", "file", "--event-plane", "zmq", "--router-mode", "kv"]
+    command += ["--discovery-backend", "file", "--event-plane", "zmq", *options]
     own = dict.fromkeys(("DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), host)
-    own |= {"DYN_FILE_KV": str(scaled.log.parent / "discovery"), "DYN_LOG": "error"}
-    process = subprocess.Popen([*command, *options], env={**os.environ, **own})
+    own |= {"DYN_FILE_KV": str(discovery), "DYN_LOG": "error"}
+    process = subprocess.Popen(command, env={**os.environ, **own})
     try:
-        wait_until(lambda: serving(f"http://{host}:{port}"), START_TIMEOUT, "a router's workers")
-        yield f"http://{host}:{port}"
+        url = f"http://{host}:{port}"
+        wait_until(lambda: serving(url, workers), START_TIMEOUT, "the workers of a frontend")
+        yield url
     finally:
         process.terminate()
         process.wait(limit(60))
+
+
+def router(scaled: Scaled, *options: str) -> contextlib.AbstractContextManager[str]:
+    """A further frontend, which routes by KV cache."""
+    discovery = scaled.log.parent / "discovery"
+    return frontend(discovery, "--router-mode", "kv", *options, workers=2)
 
 
 def serving(url: str, workers: int = 2) -> bool:
@@ -371,3 +380,32 @@ def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> No
         finally:
             scaled.process.send_signal(signal.SIGCONT)
         assert not psutil.wait_procs(workers, START_TIMEOUT)[1]
+
+
+def test_a_worker_of_a_triton_that_runs_already(
+    triton: Triton, demo_model: Path, tmp_path: Path
+) -> None:
+    """Its Triton goes on when it ends."""
+    discovery = tmp_path / "discovery"
+    program = str(Path(sys.executable).with_name("cog-triton"))
+    options = ["--triton", triton.endpoints.grpc, "--discovery-backend", "file"]
+    own = dict.fromkeys(("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
+    own |= {"DYN_FILE_KV": str(discovery), "MODEL": str(demo_model)}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            [program, "worker", *options], env={**os.environ, **own}, stdout=output, stderr=output
+        )
+    try:
+        with frontend(discovery, workers=1) as url:
+            body = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+            text = answer.json()["choices"][0]["text"]
+            assert text.startswith("A KV cache keeps the attention keys"), answer.text
+            assert not {*children(worker.pid)} & {*processes("tritonserver")}
+            worker.terminate()
+            assert worker.wait(limit(60)) == 0, log.read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert triton.is_ready()
