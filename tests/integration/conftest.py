@@ -1,5 +1,6 @@
 """Real servers, started once for all tests that only send them requests."""
 
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -67,6 +68,8 @@ def start(server: TritonServer) -> None:
             if not STARVED.search(str(error)):
                 raise
             server.stop()
+            # A deployment starts another server in another directory.
+            shutil.rmtree(server.runtime / "backends")
     server.start()
 
 

@@ -212,7 +212,7 @@ def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image)
 @both
 def test_only_what_the_server_needs_is_copied_into_it(image: Image) -> None:
     """A model in the working directory stays out, as do the tests and the environment there."""
-    copied = {path.name for path in (image.root / "src").iterdir()}
+    copied = {path.name for path in (image.root / "src").iterdir()} - {"__pycache__"}
     assert {"predict.py", "cog_triton", "triton_model_repo"} <= copied
     rules = (ROOT / ".dockerignore").read_text().split()
     assert copied <= {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
