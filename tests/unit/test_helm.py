@@ -160,8 +160,8 @@ def test_services_policies_and_monitors_name_ports_that_there_are(helm: Path, sh
     assert {end["port"] for end in read} == ports - ({"http"} if shape == "cog" else set())
 
 
-ANY = {"podSelector": {}}
-DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+ANY: Manifest = {"podSelector": {}}
+DNS: Manifest = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -169,7 +169,10 @@ def test_a_policy_lets_the_namespace_in_and_out_only_what_it_must(helm: Path, sh
     made = manifests(helm, shape=shape)
     policy = made[f"NetworkPolicy/{RELEASE}"]["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
-    rules = {"ingress": [{"ports": [{"port": "http"}], "from": [ANY]}], "egress": [DNS]}
+    rules: dict[str, list[Manifest]] = {
+        "ingress": [{"ports": [{"port": "http"}], "from": [ANY]}],
+        "egress": [DNS],
+    }
     if shape == "dynamo":
         # The frontend and the workers also talk to each other, and to etcd.
         each_other = [{"podSelector": policy["podSelector"]}]
