@@ -164,9 +164,9 @@ test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
 		tests/integration/test_dynamo.py tests/integration/test_machines.py
 
 # Lines and branches that make test runs, in all processes that import site-packages: not the guard's, which does
-# without. A process that is killed writes nothing. With Python 3.11, and no other, a
-# traced thread hangs at its next call while a signal is pending and the main thread runs no Python, as in Cog's
-# server. So a test of SIGTERM may fail here, but not in make test.
+# without. A process that is killed writes nothing. With Python 3.11, and no other, a traced thread hangs at its next
+# call while a signal is pending and the main thread runs no Python, as in Cog's server. So a test of SIGTERM may fail
+# here, but not in make test.
 coverage: export COVERAGE_FILE = $(CURDIR)/artifacts/coverage/data
 coverage: $(DEVELOPED)
 	$(BIN)/uv pip install -q --python $(BIN)/python "coverage>=7.10,<8"

@@ -68,7 +68,7 @@ def start(server: TritonServer) -> None:
             if not STARVED.search(str(error)):
                 raise
             server.stop()
-            # A deployment starts another server in another directory.
+            # A start needs a directory without the files of another; a deployment makes a new one.
             shutil.rmtree(server.runtime / "backends")
     server.start()
 

@@ -385,7 +385,7 @@ def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> No
 def test_a_worker_of_a_triton_that_runs_already(
     triton: Triton, demo_model: Path, tmp_path: Path
 ) -> None:
-    """Its Triton goes on when it ends."""
+    """Its Triton keeps running after the worker has ended."""
     discovery = tmp_path / "discovery"
     program = str(Path(sys.executable).with_name("cog-triton"))
     options = ["--triton", triton.endpoints.grpc, "--discovery-backend", "file"]
@@ -399,7 +399,9 @@ def test_a_worker_of_a_triton_that_runs_already(
     try:
         with frontend(discovery, workers=1) as url:
             body = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+            answer = httpx.post(
+                f"{url}/v1/completions", json=body, timeout=SECONDS, trust_env=False
+            )
             text = answer.json()["choices"][0]["text"]
             assert text.startswith("A KV cache keeps the attention keys"), answer.text
             assert not {*children(worker.pid)} & {*processes("tritonserver")}

@@ -165,7 +165,7 @@ DNS: Manifest = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protoc
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_policy_lets_the_namespace_in_and_out_only_what_it_must(helm: Path, shape: str) -> None:
+def test_a_policy_admits_the_namespace_and_limits_what_goes_out(helm: Path, shape: str) -> None:
     made = manifests(helm, shape=shape)
     policy = made[f"NetworkPolicy/{RELEASE}"]["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]

@@ -56,6 +56,7 @@ class CallMiddleware:
         is_counted = False
 
         def leave_quotas() -> None:
+            """Charge the key for its request and free its place, once."""
             nonlocal is_counted
             if is_counted:
                 is_counted = False
