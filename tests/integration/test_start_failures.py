@@ -79,7 +79,9 @@ async def test_a_server_that_has_given_a_stub_up_is_started_again(
 
 
 PLANTED = """
-mount -t tmpfs tmpfs /tmp && mkdir -p /tmp/coglet /tmp/home/Documents || exit 77
+mount --bind "$0" /mnt || exit 77
+mount -t tmpfs tmpfs /tmp && mkdir -p "$0" /tmp/coglet /tmp/home/Documents || exit 77
+mount --bind /mnt "$0" || exit 77
 ln -s /tmp/home /tmp/coglet/predictions
 "$@"
 status=$?
@@ -89,8 +91,8 @@ exit $status
 
 
 def test_a_link_that_another_user_put_where_cog_keeps_files(tmp_path: Path) -> None:
-    """In a mount namespace, so that /tmp is this test's."""
-    command = ["unshare", "-m", "sh", "-c", PLANTED, "sh"]
+    """In a mount namespace, so that /tmp is this test's; the checkout may be in the real one."""
+    command = ["unshare", "-m", "sh", "-c", PLANTED, str(ROOT)]
     command += [sys.executable, str(ROOT / "scripts" / "serve.py")]
     environment = {**os.environ, **ANY_PORTS, "PORT": str(free_port()), "LOG_FORMAT": "text"}
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
